@@ -1,0 +1,10 @@
+//! The levels' vectors and the tokens that prove this CPU has them.
+#![allow(unsafe_code)]
+
+mod portable;
+#[cfg(target_arch = "x86_64")]
+mod x86;
+
+pub(crate) use portable::Portable;
+#[cfg(target_arch = "x86_64")]
+pub(crate) use x86::{Avx2, Avx512};

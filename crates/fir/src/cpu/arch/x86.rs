@@ -1,0 +1,395 @@
+//! AVX2 + FMA (8 lanes) and AVX-512 (16 lanes).
+//!
+//! Every method below is sound for the same reason: its `self` exists, so `detect` saw the features on this CPU, and
+//! loads and stores go through arrays whose length was checked.
+
+use std::arch::x86_64::*;
+
+use crate::cpu::vector::{Kernel, Vector};
+use crate::tensor::{E4m3, E5m2, bf16, f16};
+
+/// Proof that this CPU has AVX2, FMA and F16C; only `detect` makes one.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Avx2(());
+
+/// Proof that this CPU has AVX-512 F, BW, DQ and VL, and all that [`Avx2`] proves; only `detect` makes one.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Avx512(());
+
+impl Avx2 {
+    pub(crate) fn detect() -> Option<Self> {
+        (is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c"))
+            .then_some(Self(()))
+    }
+
+    /// Runs `kernel` compiled for this level.
+    pub(crate) fn run<K: Kernel>(self, kernel: K) -> K::Out {
+        #[target_feature(enable = "avx2,fma,f16c")]
+        fn go<K: Kernel>(kernel: K, v: Avx2) -> K::Out {
+            kernel.run(v)
+        }
+        // SAFETY: `self` exists, so `detect` saw these features on this CPU.
+        unsafe { go(kernel, self) }
+    }
+}
+
+impl Avx512 {
+    pub(crate) fn detect() -> Option<Self> {
+        (Avx2::detect().is_some()
+            && is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512bw")
+            && is_x86_feature_detected!("avx512dq")
+            && is_x86_feature_detected!("avx512vl"))
+        .then_some(Self(()))
+    }
+
+    /// Runs `kernel` compiled for this level.
+    pub(crate) fn run<K: Kernel>(self, kernel: K) -> K::Out {
+        #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
+        fn go<K: Kernel>(kernel: K, v: Avx512) -> K::Out {
+            kernel.run(v)
+        }
+        // SAFETY: `self` exists, so `detect` saw these features on this CPU.
+        unsafe { go(kernel, self) }
+    }
+}
+
+/// Calls an intrinsic that the token allows.
+macro_rules! with {
+    ($token:expr, $e:expr) => {{
+        let _proof = $token;
+        // SAFETY: the token exists, so `detect` saw the features on this CPU; memory operands are arrays of the
+        // full vector's size, borrowed at the call, and the loads and stores are the unaligned ones.
+        unsafe { $e }
+    }};
+}
+
+#[inline(always)]
+fn chunk<T, const N: usize>(x: &[T]) -> *const T {
+    x.first_chunk::<N>().expect("a full vector").as_ptr()
+}
+
+#[inline(always)]
+fn chunk_mut<T, const N: usize>(x: &mut [T]) -> *mut T {
+    x.first_chunk_mut::<N>().expect("a full vector").as_mut_ptr()
+}
+
+#[inline(always)]
+fn prefetch_lines<T>(x: &[T]) {
+    let start = x.as_ptr().cast::<i8>();
+    for at in (0..size_of_val(x)).step_by(64) {
+        // SAFETY: SSE is in the x86-64 baseline, a prefetch reads nothing, and `at` stays inside `x`.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(start.add(at)) };
+    }
+}
+
+impl Vector for Avx2 {
+    const LANES: usize = 8;
+    type F = __m256;
+    type M = __m256;
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> __m256 {
+        with!(self, _mm256_set1_ps(x))
+    }
+    #[inline(always)]
+    fn load(self, x: &[f32]) -> __m256 {
+        with!(self, _mm256_loadu_ps(chunk::<_, 8>(x)))
+    }
+    #[inline(always)]
+    fn load_f16(self, x: &[f16]) -> __m256 {
+        with!(self, _mm256_cvtph_ps(_mm_loadu_si128(chunk::<_, 8>(x).cast())))
+    }
+    #[inline(always)]
+    fn load_bf16(self, x: &[bf16]) -> __m256 {
+        with!(self, {
+            let x = _mm256_cvtepu16_epi32(_mm_loadu_si128(chunk::<_, 8>(x).cast()));
+            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(x))
+        })
+    }
+    #[inline(always)]
+    fn load_e4m3(self, x: &[E4m3]) -> __m256 {
+        with!(self, {
+            let x = _mm256_cvtepu8_epi32(_mm_loadl_epi64(chunk::<_, 8>(x).cast()));
+            let magnitude = _mm256_and_si256(x, _mm256_set1_epi32(0x7f));
+            let sign = _mm256_slli_epi32::<24>(_mm256_and_si256(x, _mm256_set1_epi32(0x80)));
+            let bits = _mm256_or_si256(sign, _mm256_slli_epi32::<20>(magnitude));
+            // 2^120 re-biases the exponent and makes subnormals come out exactly; 0x7f is NaN.
+            let value = _mm256_mul_ps(_mm256_castsi256_ps(bits), _mm256_set1_ps(f32::from_bits(247 << 23)));
+            let nan = _mm256_cmpeq_epi32(magnitude, _mm256_set1_epi32(0x7f));
+            _mm256_or_ps(value, _mm256_castsi256_ps(nan))
+        })
+    }
+    #[inline(always)]
+    fn load_e5m2(self, x: &[E5m2]) -> __m256 {
+        with!(self, {
+            let x = _mm_cvtepu8_epi16(_mm_loadl_epi64(chunk::<_, 8>(x).cast()));
+            _mm256_cvtph_ps(_mm_slli_epi16::<8>(x))
+        })
+    }
+    #[inline(always)]
+    fn store(self, x: __m256, out: &mut [f32]) {
+        with!(self, _mm256_storeu_ps(chunk_mut::<_, 8>(out), x));
+    }
+    #[inline(always)]
+    fn store_f16(self, x: __m256, out: &mut [f16]) {
+        with!(self, {
+            let h = _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x);
+            _mm_storeu_si128(chunk_mut::<_, 8>(out).cast(), h);
+        });
+    }
+    #[inline(always)]
+    fn store_bf16(self, x: __m256, out: &mut [bf16]) {
+        with!(self, {
+            let bits = _mm256_castps_si256(x);
+            let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
+            let rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+            let nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(x, x));
+            let quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x40_0000));
+            let high = _mm256_srli_epi32::<16>(_mm256_blendv_epi8(rounded, quiet, nan));
+            let packed = _mm256_packus_epi32(high, high);
+            let packed = _mm256_permute4x64_epi64::<0b1000>(packed);
+            _mm_storeu_si128(chunk_mut::<_, 8>(out).cast(), _mm256_castsi256_si128(packed));
+        });
+    }
+    #[inline(always)]
+    fn add(self, a: __m256, b: __m256) -> __m256 {
+        with!(self, _mm256_add_ps(a, b))
+    }
+    #[inline(always)]
+    fn sub(self, a: __m256, b: __m256) -> __m256 {
+        with!(self, _mm256_sub_ps(a, b))
+    }
+    #[inline(always)]
+    fn mul(self, a: __m256, b: __m256) -> __m256 {
+        with!(self, _mm256_mul_ps(a, b))
+    }
+    #[inline(always)]
+    fn div(self, a: __m256, b: __m256) -> __m256 {
+        with!(self, _mm256_div_ps(a, b))
+    }
+    #[inline(always)]
+    fn fma(self, a: __m256, b: __m256, c: __m256) -> __m256 {
+        with!(self, _mm256_fmadd_ps(a, b, c))
+    }
+    #[inline(always)]
+    fn max(self, a: __m256, b: __m256) -> __m256 {
+        with!(self, _mm256_max_ps(a, b))
+    }
+    #[inline(always)]
+    fn min(self, a: __m256, b: __m256) -> __m256 {
+        with!(self, _mm256_min_ps(a, b))
+    }
+    #[inline(always)]
+    fn abs(self, a: __m256) -> __m256 {
+        with!(self, _mm256_andnot_ps(_mm256_set1_ps(-0.0), a))
+    }
+    #[inline(always)]
+    fn sqrt(self, a: __m256) -> __m256 {
+        with!(self, _mm256_sqrt_ps(a))
+    }
+    #[inline(always)]
+    fn round(self, a: __m256) -> __m256 {
+        with!(self, _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(a))
+    }
+    #[inline(always)]
+    fn pow2(self, n: __m256) -> __m256 {
+        with!(self, {
+            let e = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+            _mm256_castsi256_ps(_mm256_slli_epi32::<23>(e))
+        })
+    }
+    #[inline(always)]
+    fn lt(self, a: __m256, b: __m256) -> __m256 {
+        with!(self, _mm256_cmp_ps::<_CMP_LT_OQ>(a, b))
+    }
+    #[inline(always)]
+    fn select(self, m: __m256, a: __m256, b: __m256) -> __m256 {
+        with!(self, _mm256_blendv_ps(b, a, m))
+    }
+    #[inline(always)]
+    fn sum(self, a: __m256) -> f32 {
+        with!(self, {
+            let b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps::<1>(a));
+            let c = _mm_add_ps(b, _mm_movehl_ps(b, b));
+            _mm_cvtss_f32(_mm_add_ss(c, _mm_shuffle_ps::<1>(c, c)))
+        })
+    }
+    #[inline(always)]
+    fn sums4(self, a: [__m256; 4]) -> [f32; 4] {
+        with!(self, sums4_of_128(a.map(|a| _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps::<1>(a)))))
+    }
+    #[inline(always)]
+    fn max_lane(self, a: __m256) -> f32 {
+        with!(self, {
+            let b = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps::<1>(a));
+            let c = _mm_max_ps(b, _mm_movehl_ps(b, b));
+            _mm_cvtss_f32(_mm_max_ss(c, _mm_shuffle_ps::<1>(c, c)))
+        })
+    }
+    #[inline(always)]
+    fn prefetch<T>(self, x: &[T]) {
+        prefetch_lines(x);
+    }
+}
+
+/// Sums of four 4-lane vectors, each as `(x0 + x2) + (x1 + x3)`.
+#[inline(always)]
+fn sums4_of_128(a: [__m128; 4]) -> [f32; 4] {
+    // SAFETY: SSE is in the x86-64 baseline; the store goes to an array of four.
+    unsafe {
+        let ab = _mm_add_ps(_mm_movelh_ps(a[0], a[1]), _mm_movehl_ps(a[1], a[0]));
+        let cd = _mm_add_ps(_mm_movelh_ps(a[2], a[3]), _mm_movehl_ps(a[3], a[2]));
+        let s = _mm_add_ps(_mm_shuffle_ps::<0b10_00_10_00>(ab, cd), _mm_shuffle_ps::<0b11_01_11_01>(ab, cd));
+        let mut out = [0f32; 4];
+        _mm_storeu_ps(out.as_mut_ptr(), s);
+        out
+    }
+}
+
+impl Vector for Avx512 {
+    const LANES: usize = 16;
+    type F = __m512;
+    type M = __mmask16;
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> __m512 {
+        with!(self, _mm512_set1_ps(x))
+    }
+    #[inline(always)]
+    fn load(self, x: &[f32]) -> __m512 {
+        with!(self, _mm512_loadu_ps(chunk::<_, 16>(x)))
+    }
+    #[inline(always)]
+    fn load_f16(self, x: &[f16]) -> __m512 {
+        with!(self, _mm512_cvtph_ps(_mm256_loadu_si256(chunk::<_, 16>(x).cast())))
+    }
+    #[inline(always)]
+    fn load_bf16(self, x: &[bf16]) -> __m512 {
+        with!(self, {
+            let x = _mm512_cvtepu16_epi32(_mm256_loadu_si256(chunk::<_, 16>(x).cast()));
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(x))
+        })
+    }
+    #[inline(always)]
+    fn load_e4m3(self, x: &[E4m3]) -> __m512 {
+        with!(self, {
+            let x = _mm512_cvtepu8_epi32(_mm_loadu_si128(chunk::<_, 16>(x).cast()));
+            let magnitude = _mm512_and_si512(x, _mm512_set1_epi32(0x7f));
+            let sign = _mm512_slli_epi32::<24>(_mm512_and_si512(x, _mm512_set1_epi32(0x80)));
+            let bits = _mm512_or_si512(sign, _mm512_slli_epi32::<20>(magnitude));
+            let value = _mm512_mul_ps(_mm512_castsi512_ps(bits), _mm512_set1_ps(f32::from_bits(247 << 23)));
+            let nan = _mm512_cmpeq_epi32_mask(magnitude, _mm512_set1_epi32(0x7f));
+            _mm512_mask_blend_ps(nan, value, _mm512_set1_ps(f32::NAN))
+        })
+    }
+    #[inline(always)]
+    fn load_e5m2(self, x: &[E5m2]) -> __m512 {
+        with!(self, {
+            let x = _mm256_cvtepu8_epi16(_mm_loadu_si128(chunk::<_, 16>(x).cast()));
+            _mm512_cvtph_ps(_mm256_slli_epi16::<8>(x))
+        })
+    }
+    #[inline(always)]
+    fn store(self, x: __m512, out: &mut [f32]) {
+        with!(self, _mm512_storeu_ps(chunk_mut::<_, 16>(out), x));
+    }
+    #[inline(always)]
+    fn store_f16(self, x: __m512, out: &mut [f16]) {
+        with!(self, {
+            let h = _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x);
+            _mm256_storeu_si256(chunk_mut::<_, 16>(out).cast(), h);
+        });
+    }
+    #[inline(always)]
+    fn store_bf16(self, x: __m512, out: &mut [bf16]) {
+        with!(self, {
+            let bits = _mm512_castps_si512(x);
+            let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+            let rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+            let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(x, x);
+            let quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x40_0000));
+            let high = _mm512_srli_epi32::<16>(_mm512_mask_blend_epi32(nan, rounded, quiet));
+            _mm256_storeu_si256(chunk_mut::<_, 16>(out).cast(), _mm512_cvtepi32_epi16(high));
+        });
+    }
+    #[inline(always)]
+    fn add(self, a: __m512, b: __m512) -> __m512 {
+        with!(self, _mm512_add_ps(a, b))
+    }
+    #[inline(always)]
+    fn sub(self, a: __m512, b: __m512) -> __m512 {
+        with!(self, _mm512_sub_ps(a, b))
+    }
+    #[inline(always)]
+    fn mul(self, a: __m512, b: __m512) -> __m512 {
+        with!(self, _mm512_mul_ps(a, b))
+    }
+    #[inline(always)]
+    fn div(self, a: __m512, b: __m512) -> __m512 {
+        with!(self, _mm512_div_ps(a, b))
+    }
+    #[inline(always)]
+    fn fma(self, a: __m512, b: __m512, c: __m512) -> __m512 {
+        with!(self, _mm512_fmadd_ps(a, b, c))
+    }
+    #[inline(always)]
+    fn max(self, a: __m512, b: __m512) -> __m512 {
+        with!(self, _mm512_max_ps(a, b))
+    }
+    #[inline(always)]
+    fn min(self, a: __m512, b: __m512) -> __m512 {
+        with!(self, _mm512_min_ps(a, b))
+    }
+    #[inline(always)]
+    fn abs(self, a: __m512) -> __m512 {
+        with!(self, _mm512_abs_ps(a))
+    }
+    #[inline(always)]
+    fn sqrt(self, a: __m512) -> __m512 {
+        with!(self, _mm512_sqrt_ps(a))
+    }
+    #[inline(always)]
+    fn round(self, a: __m512) -> __m512 {
+        with!(self, _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(a))
+    }
+    #[inline(always)]
+    fn pow2(self, n: __m512) -> __m512 {
+        with!(self, {
+            let e = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
+            _mm512_castsi512_ps(_mm512_slli_epi32::<23>(e))
+        })
+    }
+    #[inline(always)]
+    fn lt(self, a: __m512, b: __m512) -> __mmask16 {
+        with!(self, _mm512_cmp_ps_mask::<_CMP_LT_OQ>(a, b))
+    }
+    #[inline(always)]
+    fn select(self, m: __mmask16, a: __m512, b: __m512) -> __m512 {
+        with!(self, _mm512_mask_blend_ps(m, b, a))
+    }
+    #[inline(always)]
+    fn sum(self, a: __m512) -> f32 {
+        with!(self, {
+            let b = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps::<1>(a));
+            let c = _mm_add_ps(_mm256_castps256_ps128(b), _mm256_extractf128_ps::<1>(b));
+            let d = _mm_add_ps(c, _mm_movehl_ps(c, c));
+            _mm_cvtss_f32(_mm_add_ss(d, _mm_shuffle_ps::<1>(d, d)))
+        })
+    }
+    #[inline(always)]
+    fn sums4(self, a: [__m512; 4]) -> [f32; 4] {
+        with!(self, {
+            let halves = a.map(|a| _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps::<1>(a)));
+            sums4_of_128(halves.map(|b| _mm_add_ps(_mm256_castps256_ps128(b), _mm256_extractf128_ps::<1>(b))))
+        })
+    }
+    #[inline(always)]
+    fn max_lane(self, a: __m512) -> f32 {
+        with!(self, _mm512_reduce_max_ps(a))
+    }
+    #[inline(always)]
+    fn prefetch<T>(self, x: &[T]) {
+        prefetch_lines(x);
+    }
+}

@@ -1,0 +1,57 @@
+//! [`Cpu`]: a level and a pool.
+
+use std::sync::Arc;
+
+use super::level::{Level, Token};
+use super::pool::Pool;
+use super::vector::Kernel;
+use crate::env;
+use crate::error::{Error, Result};
+
+/// A CPU executor: an instruction level and a pool of threads. Cheap to clone; clones share the threads.
+#[derive(Clone, Debug)]
+pub struct Cpu {
+    token: Token,
+    pool: Arc<Pool>,
+}
+
+impl Cpu {
+    /// The highest level and all cores, unless [`env::FIR_CPU_LEVEL`] or [`env::FIR_CPU_THREADS`] say otherwise.
+    pub fn new() -> Result<Self> {
+        let best = *Level::available().last().unwrap_or(&Level::Portable);
+        let level = env::read(env::FIR_CPU_LEVEL, "portable, avx2 or avx512")?.unwrap_or(best);
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        Self::with(level, env::read(env::FIR_CPU_THREADS, "a number from 1 to 1024")?.unwrap_or(cores))
+    }
+
+    /// A given level and number of threads.
+    pub fn with(level: Level, threads: usize) -> Result<Self> {
+        let token = Token::of(level).ok_or_else(|| Error::Unsupported {
+            op: "Cpu::with",
+            why: vec![format!("level {level}: this CPU has {:?}", Level::available())],
+        })?;
+        if !(1..=1024).contains(&threads) {
+            return Err(Error::value("Cpu::with", "threads", threads, "1 to 1024"));
+        }
+        Ok(Self { token, pool: Arc::new(Pool::new(threads)) })
+    }
+
+    /// Instruction level of the kernels.
+    pub fn level(&self) -> Level {
+        self.token.level()
+    }
+
+    /// Number of workers that share the work.
+    pub fn workers(&self) -> usize {
+        self.pool.workers()
+    }
+
+    pub(crate) fn pool(&self) -> &Pool {
+        &self.pool
+    }
+
+    /// Runs `kernel` at this level, on the calling thread.
+    pub(crate) fn run<K: Kernel>(&self, kernel: K) -> K::Out {
+        self.token.run(kernel)
+    }
+}

@@ -1,0 +1,98 @@
+//! Which instructions the kernels use: found once, or forced.
+
+#[cfg(target_arch = "x86_64")]
+use super::arch::{Avx2, Avx512};
+use super::{arch::Portable, vector::Kernel};
+use crate::error::{Error, Result};
+
+/// An instruction level, by name. [`Level::available`] says which this CPU has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[non_exhaustive]
+pub enum Level {
+    /// Plain Rust for the target's baseline.
+    Portable,
+    /// AVX2, FMA and F16C: 8 lanes.
+    Avx2,
+    /// AVX-512 F, BW, DQ and VL: 16 lanes.
+    Avx512,
+}
+
+impl Level {
+    /// All levels, lowest first.
+    pub const ALL: [Self; 3] = [Self::Portable, Self::Avx2, Self::Avx512];
+
+    /// Its name, as `FIR_CPU_LEVEL` takes it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Portable => "portable",
+            Self::Avx2 => "avx2",
+            Self::Avx512 => "avx512",
+        }
+    }
+
+    /// The levels this CPU has, lowest first.
+    pub fn available() -> Vec<Self> {
+        Self::ALL.into_iter().filter(|l| Token::of(*l).is_some()).collect()
+    }
+}
+
+impl std::fmt::Display for Level {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl std::str::FromStr for Level {
+    type Err = Error;
+    fn from_str(s: &str) -> Result<Self> {
+        Self::ALL
+            .into_iter()
+            .find(|l| l.name() == s)
+            .ok_or_else(|| Error::value("Level", "name", format!("{s:?}"), Self::ALL.map(Self::name).join(", ")))
+    }
+}
+
+/// A level with the proof that this CPU has it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Token {
+    Portable(Portable),
+    #[cfg(target_arch = "x86_64")]
+    Avx2(Avx2),
+    #[cfg(target_arch = "x86_64")]
+    Avx512(Avx512),
+}
+
+impl Token {
+    pub(crate) fn of(level: Level) -> Option<Self> {
+        match level {
+            Level::Portable => Some(Self::Portable(Portable)),
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx2 => Avx2::detect().map(Self::Avx2),
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx512 => Avx512::detect().map(Self::Avx512),
+            #[cfg(not(target_arch = "x86_64"))]
+            _ => None,
+        }
+    }
+
+    pub(crate) fn level(self) -> Level {
+        match self {
+            Self::Portable(_) => Level::Portable,
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2(_) => Level::Avx2,
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512(_) => Level::Avx512,
+        }
+    }
+
+    /// Runs `kernel` compiled for this level.
+    pub(crate) fn run<K: Kernel>(self, kernel: K) -> K::Out {
+        match self {
+            Self::Portable(v) => kernel.run(v),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2(v) => v.run(kernel),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512(v) => v.run(kernel),
+        }
+    }
+}

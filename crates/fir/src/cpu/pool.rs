@@ -1,0 +1,362 @@
+//! The thread pool, and the only two ways an output is written by several threads.
+//!
+//! * [`Pool::scatter`]: parts made beforehand (by [`RowsMut::split`], say), each moved into one thread.
+//! * [`RowsOnce`]: rows of a tensor, each handed out at most once, by whoever asks first.
+//!
+//! A call returns when all its work is done, so work may borrow from the caller.
+#![allow(unsafe_code)]
+
+use std::cell::{Cell, UnsafeCell};
+use std::marker::PhantomData;
+use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread::JoinHandle;
+
+use super::rows::three_axes;
+use crate::error::Result;
+use crate::tensor::{Element, TensorMut};
+
+/// Spins before sleeping: about 20 µs, longer than the gap between two operators of a model's layer.
+const SPINS: u32 = 4000;
+
+thread_local! {
+    /// Set while this thread runs a pool's work: a nested call then runs its work here, one worker after the other.
+    static INSIDE: Cell<bool> = const { Cell::new(false) };
+}
+
+/// A fixed set of threads; the caller is worker 0.
+pub(crate) struct Pool {
+    shared: Arc<Shared>,
+    /// One call at a time.
+    call: Mutex<()>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+struct Shared {
+    /// The work of the call in progress. Written by the caller while no worker runs (`running == 0`).
+    job: UnsafeCell<Option<Job>>,
+    /// Counts calls: a change tells a worker that `job` is new.
+    epoch: AtomicU32,
+    /// Workers that have not finished the call in progress.
+    running: AtomicUsize,
+    panicked: AtomicBool,
+    stop: AtomicBool,
+    sleep: Mutex<()>,
+    wake: Condvar,
+}
+
+/// A borrowed closure with its lifetime erased; `Pool::run` outlives every use of it.
+#[derive(Clone, Copy)]
+struct Job(*const (dyn Fn(usize) + Sync + 'static));
+
+// SAFETY: `job` is written only by the caller of `Pool::run`, which holds `call`, before it publishes the new epoch
+// (release) and after the last worker left the previous call (`running == 0`, acquire); workers read it only after
+// they saw the epoch (acquire). The closure behind it is `Sync`.
+unsafe impl Sync for Shared {}
+// SAFETY: as above; nothing in it is tied to a thread.
+unsafe impl Send for Shared {}
+
+impl Pool {
+    /// A pool of `workers` threads, the caller included.
+    pub(crate) fn new(workers: usize) -> Self {
+        let shared = Arc::new(Shared {
+            job: UnsafeCell::new(None),
+            epoch: AtomicU32::new(0),
+            running: AtomicUsize::new(0),
+            panicked: AtomicBool::new(false),
+            stop: AtomicBool::new(false),
+            sleep: Mutex::new(()),
+            wake: Condvar::new(),
+        });
+        let threads = (1..workers)
+            .map_while(|worker| {
+                let shared = Arc::clone(&shared);
+                // A machine that refuses a thread gets a smaller pool.
+                std::thread::Builder::new().name(format!("fir-{worker}")).spawn(move || shared.serve(worker)).ok()
+            })
+            .collect();
+        Self { shared, call: Mutex::new(()), threads }
+    }
+
+    /// Number of workers, the caller included.
+    pub(crate) fn workers(&self) -> usize {
+        self.threads.len() + 1
+    }
+
+    /// Calls `work(w)` once for every worker `w`, and returns when all have returned. A panic of one is passed on.
+    pub(crate) fn run(&self, work: &(dyn Fn(usize) + Sync)) {
+        if self.threads.is_empty() || INSIDE.get() {
+            (0..self.workers()).for_each(work);
+            return;
+        }
+        let _one = self.call.lock().unwrap_or_else(PoisonError::into_inner);
+        let s = &*self.shared;
+        // SAFETY: only the lifetime changes. `work` is used by workers that decrement `running` afterwards, and
+        // this function waits for `running == 0` before it returns, panic or not.
+        let job = Job(unsafe {
+            std::mem::transmute::<*const (dyn Fn(usize) + Sync + '_), *const (dyn Fn(usize) + Sync + 'static)>(work)
+        });
+        // SAFETY: this thread holds `call` and no worker runs, so nobody else touches `job`.
+        unsafe { *s.job.get() = Some(job) };
+        s.running.store(self.threads.len(), Ordering::Relaxed);
+        s.epoch.fetch_add(1, Ordering::Release);
+        // A worker checks the epoch with this lock held before it sleeps, so it cannot miss the call.
+        drop(s.sleep.lock());
+        s.wake.notify_all();
+
+        INSIDE.set(true);
+        let mine = catch_unwind(AssertUnwindSafe(|| work(0)));
+        INSIDE.set(false);
+        let mut spins = 0u32;
+        while s.running.load(Ordering::Acquire) != 0 {
+            // The caller has nothing else to do; yielding lets a preempted worker have this core.
+            spins += 1;
+            if spins > SPINS { std::thread::yield_now() } else { std::hint::spin_loop() }
+        }
+        let theirs = s.panicked.swap(false, Ordering::Relaxed);
+        match mine {
+            Err(panic) => resume_unwind(panic),
+            Ok(()) if theirs => panic!("a worker of the pool panicked"),
+            Ok(()) => {}
+        }
+    }
+
+    /// Calls `work` once for every part, on whichever worker is free.
+    pub(crate) fn scatter<P: Send>(&self, parts: Vec<P>, work: impl Fn(P) + Sync) {
+        if parts.len() <= 1 || self.threads.is_empty() {
+            parts.into_iter().for_each(work);
+            return;
+        }
+        let parts: Vec<Mutex<Option<P>>> = parts.into_iter().map(|p| Mutex::new(Some(p))).collect();
+        let next = AtomicUsize::new(0);
+        self.run(&|_| {
+            while let Some(part) = parts.get(next.fetch_add(1, Ordering::Relaxed)) {
+                if let Some(part) = part.lock().unwrap_or_else(PoisonError::into_inner).take() {
+                    work(part);
+                }
+            }
+        });
+    }
+}
+
+impl Shared {
+    fn serve(&self, worker: usize) {
+        INSIDE.set(true);
+        let mut seen = 0;
+        loop {
+            let mut spins = 0;
+            while self.epoch.load(Ordering::Acquire) == seen {
+                spins += 1;
+                if spins < SPINS {
+                    std::hint::spin_loop();
+                    continue;
+                }
+                let mut guard = self.sleep.lock().unwrap_or_else(PoisonError::into_inner);
+                while self.epoch.load(Ordering::Acquire) == seen {
+                    guard = self.wake.wait(guard).unwrap_or_else(PoisonError::into_inner);
+                }
+            }
+            // Calls do not overlap: the caller waits for every worker, so the epoch moved by exactly one.
+            seen = seen.wrapping_add(1);
+            if self.stop.load(Ordering::Relaxed) {
+                return;
+            }
+            // SAFETY: the epoch was read with acquire after the caller's release, so `job` is this call's; the
+            // caller does not touch it, nor end the closure's life, before `running` is decremented below.
+            let work = unsafe { &*(*self.job.get()).expect("a job with the epoch").0 };
+            if catch_unwind(AssertUnwindSafe(|| work(worker))).is_err() {
+                self.panicked.store(true, Ordering::Relaxed);
+            }
+            self.running.fetch_sub(1, Ordering::Release);
+        }
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::Relaxed);
+        self.shared.epoch.fetch_add(1, Ordering::Release);
+        drop(self.shared.sleep.lock());
+        self.shared.wake.notify_all();
+        for t in self.threads.drain(..) {
+            let _ = t.join();
+        }
+    }
+}
+
+impl std::fmt::Debug for Pool {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Pool({} workers)", self.workers())
+    }
+}
+
+/// Rows (the last axis, of stride 1) of a tensor of rank 1 to 3, for exclusive use; row `r` of `[a, b, row]` is
+/// `(r / b, r % b)`.
+pub(crate) struct RowsMut<'a, T> {
+    /// First element of row 0 of the whole tensor.
+    start: *mut T,
+    /// Rows per entry of the outer axis.
+    inner: usize,
+    strides: [usize; 2],
+    row: usize,
+    /// The rows that this value may touch.
+    range: Range<usize>,
+    life: PhantomData<&'a mut [T]>,
+}
+
+// SAFETY: it stands for a `&mut [T]`; no other value reaches its rows.
+unsafe impl<T: Send> Send for RowsMut<'_, T> {}
+// SAFETY: a shared one gives nothing out but its sizes.
+unsafe impl<T: Sync> Sync for RowsMut<'_, T> {}
+
+impl<'a, T: Element> RowsMut<'a, T> {
+    /// Takes over `out`, of element type `T` and shape `[row]`, `[rows, row]` or `[a, b, row]`.
+    pub(crate) fn new(op: &'static str, arg: &'static str, out: TensorMut<'a>) -> Result<Self> {
+        let (data, layout) = out.typed::<T>(op, arg)?.into_parts();
+        let (shape, strides) = three_axes(op, arg, &layout)?;
+        debug_assert!(!layout.may_alias() && layout.extent() <= data.len());
+        let range = 0..shape[0] * shape[1];
+        Ok(Self { start: data.as_mut_ptr(), inner: shape[1], strides, row: shape[2], range, life: PhantomData })
+    }
+
+    /// The rows it holds, numbered as in the whole tensor.
+    pub(crate) fn range(&self) -> Range<usize> {
+        self.range.clone()
+    }
+
+    /// Elements per row.
+    pub(crate) fn row_len(&self) -> usize {
+        self.row
+    }
+
+    /// Row `r` of the whole tensor.
+    ///
+    /// # Panics
+    /// If it is not in [`Self::range`].
+    #[inline(always)]
+    pub(crate) fn row(&mut self, r: usize) -> &mut [T] {
+        assert!(self.range.contains(&r), "row {r} of {:?}", self.range);
+        // SAFETY: `r` is in this value's range, so no other value reaches the row, and `&mut self` keeps a second
+        // reference from this one away.
+        unsafe { self.row_unchecked(r) }
+    }
+
+    /// # Safety
+    /// `r` is in range and no other reference to the row exists for `'a`.
+    #[inline(always)]
+    unsafe fn row_unchecked(&self, r: usize) -> &'a mut [T] {
+        if self.row == 0 {
+            return &mut [];
+        }
+        let at = r / self.inner * self.strides[0] + r % self.inner * self.strides[1];
+        // SAFETY: the row lies inside the slice that `new` took over for `'a`, as its layout reaches no further, and
+        // the layout reaches no element twice, so rows do not overlap; the caller keeps the row unshared.
+        unsafe { std::slice::from_raw_parts_mut(self.start.add(at), self.row) }
+    }
+
+    /// Cuts into at most `parts` values of equal numbers of rows.
+    pub(crate) fn split(self, parts: usize) -> Vec<Self> {
+        let Range { start: first, end } = self.range;
+        let each = (end - first).div_ceil(parts.max(1)).max(1);
+        (first..end).step_by(each).map(|r| Self { range: r..end.min(r + each), life: PhantomData, ..self }).collect()
+    }
+}
+
+/// Rows that several workers take in any order, each at most once.
+pub(crate) struct RowsOnce<'a, T> {
+    rows: RowsMut<'a, T>,
+    taken: Vec<AtomicU8>,
+}
+
+// SAFETY: `take` gives a row to one asker only.
+unsafe impl<T: Send> Sync for RowsOnce<'_, T> {}
+
+impl<'a, T: Element> RowsOnce<'a, T> {
+    pub(crate) fn new(rows: RowsMut<'a, T>) -> Self {
+        Self { taken: rows.range.clone().map(|_| AtomicU8::new(0)).collect(), rows }
+    }
+
+    /// Row `r`.
+    ///
+    /// # Panics
+    /// If it is out of range or was taken before: both are faults of the schedule, not of the user's input.
+    #[inline(always)]
+    pub(crate) fn take(&self, r: usize) -> &'a mut [T] {
+        assert_eq!(self.taken[r].swap(1, Ordering::Relaxed), 0, "row {r} was taken before");
+        // SAFETY: `r` indexed `taken`, so it is in range (a whole tensor's starts at 0), and it was not taken before.
+        unsafe { self.rows.row_unchecked(r) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tensor::TensorMut;
+
+    #[test]
+    fn every_worker_runs_once_per_call() {
+        for workers in 1..5 {
+            let pool = Pool::new(workers);
+            for _ in 0..50 {
+                let counts: Vec<AtomicUsize> = (0..workers).map(|_| AtomicUsize::new(0)).collect();
+                pool.run(&|w| {
+                    counts[w].fetch_add(1, Ordering::Relaxed);
+                });
+                assert!(counts.iter().all(|c| c.load(Ordering::Relaxed) == 1));
+            }
+        }
+    }
+
+    #[test]
+    fn scatter_moves_each_part_once() {
+        let pool = Pool::new(3);
+        let mut data = [0u32; 100];
+        pool.scatter(data.chunks_mut(7).enumerate().collect(), |(i, part)| part.fill(i as u32));
+        assert!(data.iter().enumerate().all(|(i, &x)| x as usize == i / 7));
+    }
+
+    #[test]
+    fn nested_calls_and_panics_do_not_hang() {
+        let pool = Pool::new(3);
+        let n = AtomicUsize::new(0);
+        pool.run(&|_| {
+            pool.run(&|_| {
+                n.fetch_add(1, Ordering::Relaxed);
+            });
+        });
+        assert_eq!(n.load(Ordering::Relaxed), 9);
+        for bad in 0..3 {
+            assert!(catch_unwind(AssertUnwindSafe(|| pool.run(&|w| assert_ne!(w, bad)))).is_err());
+        }
+        pool.run(&|_| {});
+    }
+
+    #[test]
+    fn rows_are_given_out_once() {
+        let mut data = [0f32; 24];
+        let out = TensorMut::strided(&mut data, &[2, 3, 2], &[12, 4, 1]).unwrap();
+        let rows = RowsOnce::new(RowsMut::<f32>::new("t", "x", out).unwrap());
+        rows.take(5).fill(1.0);
+        assert!(catch_unwind(AssertUnwindSafe(|| rows.take(5).len())).is_err());
+        assert!(catch_unwind(AssertUnwindSafe(|| rows.take(6).len())).is_err());
+        drop(rows);
+        assert_eq!(data[20..22], [1.0, 1.0]);
+        assert_eq!(data.iter().sum::<f32>(), 2.0);
+    }
+
+    #[test]
+    fn split_rows_cover_the_tensor() {
+        let mut data = [0f32; 24];
+        let out = TensorMut::strided(&mut data, &[2, 3, 2], &[12, 4, 1]).unwrap();
+        let parts = RowsMut::<f32>::new("t", "x", out).unwrap().split(4);
+        Pool::new(2).scatter(parts, |mut part| {
+            for r in part.range() {
+                part.row(r).fill(r as f32 + 1.0);
+            }
+        });
+        assert_eq!(data[..12], [1., 1., 0., 0., 2., 2., 0., 0., 3., 3., 0., 0.]);
+        assert_eq!(data[20..22], [6.0, 6.0]);
+    }
+}

@@ -1,0 +1,165 @@
+//! Tensors as rows: the last axis, of stride 1. Most operators read and write row by row.
+
+use super::exec::Cpu;
+use super::pool::RowsMut;
+use super::vector::{Lane, Vector};
+use crate::error::{Error, Result};
+use crate::tensor::{DType, Element, Layout, TensorRef};
+
+/// Runs `$body` with `$t` standing for the float type that `$dtype` names; refuses other types.
+macro_rules! with_float {
+    ($op:expr, $arg:expr, $dtype:expr, $t:ident => $body:expr) => {
+        match $dtype {
+            crate::tensor::DType::F32 => {
+                type $t = f32;
+                $body
+            }
+            crate::tensor::DType::F16 => {
+                type $t = crate::tensor::f16;
+                $body
+            }
+            crate::tensor::DType::BF16 => {
+                type $t = crate::tensor::bf16;
+                $body
+            }
+            other => Err(crate::error::Error::DType {
+                op: $op,
+                arg: $arg,
+                got: other.name(),
+                want: "f32, f16 or bf16".into(),
+            }),
+        }
+    };
+}
+pub(crate) use with_float;
+
+/// As [`with_float`], and fp8.
+macro_rules! with_float8 {
+    ($op:expr, $arg:expr, $dtype:expr, $t:ident => $body:expr) => {
+        match $dtype {
+            crate::tensor::DType::F32 => {
+                type $t = f32;
+                $body
+            }
+            crate::tensor::DType::F16 => {
+                type $t = crate::tensor::f16;
+                $body
+            }
+            crate::tensor::DType::BF16 => {
+                type $t = crate::tensor::bf16;
+                $body
+            }
+            crate::tensor::DType::E4M3 => {
+                type $t = crate::tensor::E4m3;
+                $body
+            }
+            crate::tensor::DType::E5M2 => {
+                type $t = crate::tensor::E5m2;
+                $body
+            }
+            other => Err(crate::error::Error::DType {
+                op: $op,
+                arg: $arg,
+                got: other.name(),
+                want: "f32, f16, bf16, e4m3 or e5m2".into(),
+            }),
+        }
+    };
+}
+pub(crate) use with_float8;
+
+/// The layout as `[a, b, row]` with strides of the first two axes; refuses rows that are not contiguous.
+pub(super) fn three_axes(op: &'static str, arg: &'static str, layout: &Layout) -> Result<([usize; 3], [usize; 2])> {
+    let (shape, strides) = (layout.shape(), layout.strides());
+    let (shape3, strides3) = match (shape, strides) {
+        (&[c], &[u]) => ([1, 1, c], [0, 0, u]),
+        (&[b, c], &[t, u]) => ([1, b, c], [0, t, u]),
+        (&[a, b, c], &[s, t, u]) => ([a, b, c], [s, t, u]),
+        _ => return Err(Error::Rank { op, arg, got: shape.len(), want: 3, axes: "at most".into() }),
+    };
+    if strides3[2] != 1 && shape3[2] > 1 {
+        return Err(Error::layout(op, arg, format!("stride {} of the last axis", strides3[2]), "1"));
+    }
+    Ok((shape3, [strides3[0], strides3[1]]))
+}
+
+/// Rows of a borrowed tensor of rank 1 to 3; row `r` of `[a, b, row]` is `(r / b, r % b)`.
+#[derive(Clone, Copy)]
+pub(crate) struct Rows<'a, T> {
+    data: &'a [T],
+    inner: usize,
+    strides: [usize; 2],
+    row: usize,
+    len: usize,
+}
+
+impl<'a, T: Element> Rows<'a, T> {
+    pub(crate) fn new(op: &'static str, arg: &'static str, x: TensorRef<'a>) -> Result<Self> {
+        let view = x.typed::<T>(op, arg)?;
+        let (shape, strides) = three_axes(op, arg, view.layout())?;
+        Ok(Self { data: view.data(), inner: shape[1], strides, row: shape[2], len: shape[0] * shape[1] })
+    }
+
+    /// Number of rows.
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Row `r`; panics past the last.
+    #[inline(always)]
+    pub(crate) fn row(&self, r: usize) -> &'a [T] {
+        assert!(r < self.len, "row {r} of {}", self.len);
+        let at = r / self.inner * self.strides[0] + r % self.inner * self.strides[1];
+        &self.data[at..][..self.row]
+    }
+}
+
+/// Calls `work` on parts of `out`, in parallel when all of it is more than a core does in a few microseconds.
+pub(crate) fn for_parts<'a, T: Element>(cpu: &Cpu, out: RowsMut<'a, T>, work: impl Fn(RowsMut<'a, T>) + Sync) {
+    let parts = parts_for(cpu, out.range().len() * out.row_len());
+    cpu.pool().scatter(out.split(parts), work);
+}
+
+/// Into how many parts to cut an operator over `elements`: one below 16k of them (about 5 µs of work, the cost of
+/// waking the pool), else two per worker, so that a late worker costs half a part.
+pub(crate) fn parts_for(cpu: &Cpu, elements: usize) -> usize {
+    if elements < 16 << 10 { 1 } else { 2 * cpu.workers() }
+}
+
+/// Widens a row to f32; `out` may be longer, and the rest of it becomes zero.
+#[inline(always)]
+pub(crate) fn widen<V: Vector, T: Lane>(v: V, x: &[T], out: &mut [f32]) {
+    let full = x.len() / V::LANES * V::LANES;
+    let mut i = 0;
+    while i < full {
+        v.store(T::load(v, &x[i..]), &mut out[i..]);
+        i += V::LANES;
+    }
+    for (o, x) in out[full..].iter_mut().zip(&x[full..]) {
+        *o = x.to_f32();
+    }
+    out[x.len()..].fill(0.0);
+}
+
+/// Rounds f32 values into a row of equal length.
+#[inline(always)]
+pub(crate) fn narrow<V: Vector, T: Lane>(v: V, x: &[f32], out: &mut [T]) {
+    assert_eq!(x.len(), out.len());
+    let full = x.len() / V::LANES * V::LANES;
+    let mut i = 0;
+    while i < full {
+        T::store(v, v.load(&x[i..]), &mut out[i..]);
+        i += V::LANES;
+    }
+    for (o, &x) in out[full..].iter_mut().zip(&x[full..]) {
+        *o = T::from_f32(x);
+    }
+}
+
+/// A vector-sized parameter (a norm's weight, say) of any float type, as f32.
+pub(crate) fn widened(op: &'static str, arg: &'static str, x: TensorRef<'_>) -> Result<Vec<f32>> {
+    match x.dtype() {
+        DType::F32 | DType::F16 | DType::BF16 => x.to_f32_vec(),
+        other => Err(Error::DType { op, arg, got: other.name(), want: "f32, f16 or bf16".into() }),
+    }
+}

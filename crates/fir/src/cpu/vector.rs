@@ -1,0 +1,134 @@
+//! The vector trait that every CPU kernel is written over, and how a kernel meets a level.
+//!
+//! A kernel is written once, as a [`Kernel`] whose `run` is generic over [`Vector`]. [`super::Level::run`] calls it
+//! inside a function compiled for the level's instructions. For that to work everything on the way down is
+//! `#[inline(always)]`, and hot loops hold no closure: what is not inlined is compiled for the baseline CPU.
+
+use crate::tensor::{E4m3, E5m2, Float, bf16, f16};
+
+/// A kernel to be run at some level.
+pub(crate) trait Kernel {
+    /// What it returns.
+    type Out;
+    /// The algorithm. Implementations are `#[inline(always)]`.
+    fn run<V: Vector>(self, v: V) -> Self::Out;
+}
+
+/// A set of vector instructions on f32 lanes. The value is the proof that this CPU has them.
+///
+/// Loads and stores take slices of at least `LANES` elements and panic on shorter ones.
+pub(crate) trait Vector: Copy + Send + Sync + 'static {
+    /// f32 values per vector.
+    const LANES: usize;
+    /// `LANES` f32 values.
+    type F: Copy;
+    /// `LANES` truth values.
+    type M: Copy;
+
+    fn splat(self, x: f32) -> Self::F;
+    fn load(self, x: &[f32]) -> Self::F;
+    fn load_f16(self, x: &[f16]) -> Self::F;
+    fn load_bf16(self, x: &[bf16]) -> Self::F;
+    fn load_e4m3(self, x: &[E4m3]) -> Self::F;
+    fn load_e5m2(self, x: &[E5m2]) -> Self::F;
+    fn store(self, x: Self::F, out: &mut [f32]);
+    /// Rounds to nearest, ties to even.
+    fn store_f16(self, x: Self::F, out: &mut [f16]);
+    /// Rounds to nearest, ties to even; NaN stays NaN.
+    fn store_bf16(self, x: Self::F, out: &mut [bf16]);
+
+    fn add(self, a: Self::F, b: Self::F) -> Self::F;
+    fn sub(self, a: Self::F, b: Self::F) -> Self::F;
+    fn mul(self, a: Self::F, b: Self::F) -> Self::F;
+    fn div(self, a: Self::F, b: Self::F) -> Self::F;
+    /// `a * b + c`, rounded once where the CPU can.
+    fn fma(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F;
+    /// `if a > b { a } else { b }`: `b` when either is NaN.
+    fn max(self, a: Self::F, b: Self::F) -> Self::F;
+    /// `if a < b { a } else { b }`: `b` when either is NaN.
+    fn min(self, a: Self::F, b: Self::F) -> Self::F;
+    fn abs(self, a: Self::F) -> Self::F;
+    fn sqrt(self, a: Self::F) -> Self::F;
+    /// Nearest integer, ties to even.
+    fn round(self, a: Self::F) -> Self::F;
+    /// `2^n` for integral `n` in `-126..=127`; anything for other inputs.
+    fn pow2(self, n: Self::F) -> Self::F;
+    /// `a < b`, false when either is NaN.
+    fn lt(self, a: Self::F, b: Self::F) -> Self::M;
+    /// `if m { a } else { b }`.
+    fn select(self, m: Self::M, a: Self::F, b: Self::F) -> Self::F;
+
+    /// Sum of the lanes, always in the same order: halves added, then quarters, and so on.
+    fn sum(self, a: Self::F) -> f32;
+    /// The four sums, each bit for bit what [`Self::sum`] gives.
+    fn sums4(self, a: [Self::F; 4]) -> [f32; 4] {
+        [self.sum(a[0]), self.sum(a[1]), self.sum(a[2]), self.sum(a[3])]
+    }
+    /// Largest lane; unspecified when a lane is NaN.
+    fn max_lane(self, a: Self::F) -> f32;
+    /// Asks for the cache lines of `x`; touches no memory.
+    fn prefetch<T>(self, x: &[T]);
+}
+
+/// An element that vectors load and store.
+pub(crate) trait Lane: Float {
+    /// The first `LANES` elements of `x`, as f32.
+    fn load<V: Vector>(v: V, x: &[Self]) -> V::F;
+    /// Rounds `x` into the first `LANES` elements of `out`.
+    fn store<V: Vector>(v: V, x: V::F, out: &mut [Self]);
+
+    /// All of `x` (at most `LANES` elements), then zeros.
+    #[inline(always)]
+    fn load_tail<V: Vector>(v: V, x: &[Self]) -> V::F {
+        let mut lanes = [Self::from_f32(0.0); 16];
+        lanes[..x.len()].copy_from_slice(x);
+        Self::load(v, &lanes)
+    }
+
+    /// The first `out.len()` lanes (at most `LANES`).
+    #[inline(always)]
+    fn store_tail<V: Vector>(v: V, x: V::F, out: &mut [Self]) {
+        let mut lanes = [Self::from_f32(0.0); 16];
+        Self::store(v, x, &mut lanes);
+        out.copy_from_slice(&lanes[..out.len()]);
+    }
+}
+
+macro_rules! lane {
+    ($t:ty, $load:ident, $store:ident) => {
+        impl Lane for $t {
+            #[inline(always)]
+            fn load<V: Vector>(v: V, x: &[Self]) -> V::F {
+                v.$load(x)
+            }
+            #[inline(always)]
+            fn store<V: Vector>(v: V, x: V::F, out: &mut [Self]) {
+                v.$store(x, out);
+            }
+        }
+    };
+}
+lane!(f32, load, store);
+lane!(f16, load_f16, store_f16);
+lane!(bf16, load_bf16, store_bf16);
+
+macro_rules! lane_fp8 {
+    ($t:ty, $load:ident) => {
+        impl Lane for $t {
+            #[inline(always)]
+            fn load<V: Vector>(v: V, x: &[Self]) -> V::F {
+                v.$load(x)
+            }
+            #[inline(always)]
+            fn store<V: Vector>(v: V, x: V::F, out: &mut [Self]) {
+                let mut lanes = [0f32; 16];
+                v.store(x, &mut lanes);
+                for (o, &x) in out[..V::LANES].iter_mut().zip(&lanes) {
+                    *o = Self::from_f32(x);
+                }
+            }
+        }
+    };
+}
+lane_fp8!(E4m3, load_e4m3);
+lane_fp8!(E5m2, load_e5m2);

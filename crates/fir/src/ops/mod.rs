@@ -1,0 +1,3 @@
+//! The operators: public functions and plans with their docs, checks and dispatch.
+
+pub mod norm;

@@ -1,0 +1,22 @@
+//! Tensors: an element type, a shape with strides, and memory that is owned, borrowed or foreign.
+//!
+//! | type | memory | like |
+//! |---|---|---|
+//! | [`Tensor`] | owned, 64-byte aligned | `Vec<T>` |
+//! | [`TensorRef`] | borrowed | `&[T]` |
+//! | [`TensorMut`] | borrowed, exclusive, no element reached twice | `&mut [T]` |
+//! | [`View`], [`ViewMut`] | as the two above, element type known | typed slices |
+//!
+//! An index is checked once, where a view is made: a layout that reaches past its memory is refused.
+
+mod dims;
+mod dtype;
+mod layout;
+mod view;
+
+pub use self::{
+    dims::Dims,
+    dtype::{Bool, DType, E2M1_VALUES, E2m1x2, E4m3, E5m2, E8m0, Element, Float, bf16, f16},
+    layout::{Layout, MAX_RANK},
+    view::{Shaped, Tensor, TensorMut, TensorRef, View, ViewMut},
+};

@@ -1,0 +1,501 @@
+//! [`Tensor`], [`TensorRef`], [`TensorMut`], and their typed forms [`View`] and [`ViewMut`].
+
+use std::ops::Range;
+
+use bytemuck::{Pod, Zeroable};
+
+use super::{DType, Element, Float, Layout};
+use crate::error::{Error, Result};
+
+/// Anything with a shape: what [`super::Dims`] checks.
+pub trait Shaped {
+    /// Sizes of the axes.
+    fn shape(&self) -> &[usize];
+}
+
+/// Unit of owned memory: one cache line, so that every buffer starts on one.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C, align(64))]
+struct Line([u8; 64]);
+
+/// Owned, contiguous memory with a shape and an element type.
+#[derive(Clone)]
+pub struct Tensor {
+    lines: Vec<Line>,
+    dtype: DType,
+    layout: Layout,
+}
+
+/// A borrowed tensor; `Copy`, like `&[T]`.
+#[derive(Clone, Copy)]
+pub struct TensorRef<'a> {
+    /// From the first element to the end of the memory that may be read.
+    bytes: &'a [u8],
+    dtype: DType,
+    layout: Layout,
+}
+
+/// A tensor borrowed for writing. No element of it is reached by two indices.
+pub struct TensorMut<'a> {
+    bytes: &'a mut [u8],
+    dtype: DType,
+    layout: Layout,
+}
+
+/// A borrowed tensor whose element type is known.
+#[derive(Clone, Copy, Debug)]
+pub struct View<'a, T> {
+    data: &'a [T],
+    layout: Layout,
+}
+
+/// An exclusively borrowed tensor whose element type is known.
+#[derive(Debug)]
+pub struct ViewMut<'a, T> {
+    data: &'a mut [T],
+    layout: Layout,
+}
+
+fn check_extent(op: &'static str, layout: &Layout, dtype: DType, bytes: usize) -> Result<()> {
+    let need = layout.extent() * dtype.size();
+    if need > bytes {
+        return Err(Error::layout(
+            op,
+            "data",
+            format!("{bytes} bytes"),
+            format!("{need} bytes for shape {:?} with strides {:?} of {dtype}", layout.shape(), layout.strides()),
+        ));
+    }
+    Ok(())
+}
+
+fn check_axis(layout: &Layout, axis: usize) -> Result<()> {
+    if axis >= layout.shape().len() {
+        return Err(Error::value("tensor", "axis", axis, format!("less than the rank {}", layout.shape().len())));
+    }
+    Ok(())
+}
+
+fn check_range(layout: &Layout, axis: usize, range: &Range<usize>) -> Result<()> {
+    check_axis(layout, axis)?;
+    if range.start > range.end || range.end > layout.shape()[axis] {
+        return Err(Error::value(
+            "tensor",
+            "range",
+            format!("{range:?}"),
+            format!("within 0..{} (axis {axis})", layout.shape()[axis]),
+        ));
+    }
+    Ok(())
+}
+
+impl Tensor {
+    /// Zeros.
+    pub fn zeros(dtype: DType, shape: &[usize]) -> Result<Self> {
+        let layout = Layout::contiguous("Tensor::zeros", "shape", shape)?;
+        let bytes =
+            layout.len().checked_mul(dtype.size()).filter(|&b| b <= isize::MAX as usize - 64).ok_or_else(|| {
+                Error::layout("Tensor::zeros", "shape", format!("{shape:?} of {dtype}"), "a size that fits")
+            })?;
+        Ok(Self { lines: vec![Line::zeroed(); bytes.div_ceil(64)], dtype, layout })
+    }
+
+    /// Copies `data`, which must have as many elements as `shape`.
+    pub fn from_slice<T: Element>(data: &[T], shape: &[usize]) -> Result<Self> {
+        let mut t = Self::zeros(T::DTYPE, shape)?;
+        if t.layout.len() != data.len() {
+            return Err(Error::value(
+                "Tensor::from_slice",
+                "data.len()",
+                data.len(),
+                format!("{} for shape {shape:?}", t.layout.len()),
+            ));
+        }
+        t.bytes_mut().copy_from_slice(bytemuck::cast_slice(data));
+        Ok(t)
+    }
+
+    /// Rounds `data` to `dtype`, one of the float types other than fp4.
+    pub fn from_f32(dtype: DType, data: &[f32], shape: &[usize]) -> Result<Self> {
+        fn fill<T: Float>(t: &mut Tensor, data: &[f32]) -> Result<()> {
+            for (o, &x) in t.as_mut_slice::<T>()?.iter_mut().zip(data) {
+                *o = T::from_f32(x);
+            }
+            Ok(())
+        }
+        let mut t = Self::zeros(dtype, shape)?;
+        if t.layout.len() != data.len() {
+            return Err(Error::value(
+                "Tensor::from_f32",
+                "data.len()",
+                data.len(),
+                format!("{} for shape {shape:?}", t.layout.len()),
+            ));
+        }
+        match dtype {
+            DType::F32 => fill::<f32>(&mut t, data)?,
+            DType::F16 => fill::<super::f16>(&mut t, data)?,
+            DType::BF16 => fill::<super::bf16>(&mut t, data)?,
+            DType::E4M3 => fill::<super::E4m3>(&mut t, data)?,
+            DType::E5M2 => fill::<super::E5m2>(&mut t, data)?,
+            other => {
+                return Err(Error::DType {
+                    op: "Tensor::from_f32",
+                    arg: "dtype",
+                    got: other.name(),
+                    want: "f32, f16, bf16, e4m3 or e5m2".into(),
+                });
+            }
+        }
+        Ok(t)
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Borrows all of it.
+    pub fn view(&self) -> TensorRef<'_> {
+        let n = self.layout.len() * self.dtype.size();
+        TensorRef { bytes: &bytemuck::cast_slice(&self.lines)[..n], dtype: self.dtype, layout: self.layout }
+    }
+
+    /// Borrows all of it for writing.
+    pub fn view_mut(&mut self) -> TensorMut<'_> {
+        let (dtype, layout) = (self.dtype, self.layout);
+        TensorMut { bytes: self.bytes_mut(), dtype, layout }
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        let n = self.layout.len() * self.dtype.size();
+        &mut bytemuck::cast_slice_mut(&mut self.lines)[..n]
+    }
+
+    /// The elements in row-major order.
+    pub fn as_slice<T: Element>(&self) -> Result<&[T]> {
+        Ok(self.view().typed::<T>("Tensor::as_slice", "T")?.data)
+    }
+
+    /// The elements in row-major order, for writing.
+    pub fn as_mut_slice<T: Element>(&mut self) -> Result<&mut [T]> {
+        Ok(self.view_mut().typed::<T>("Tensor::as_mut_slice", "T")?.data)
+    }
+
+    /// The same elements under another shape of equal size.
+    pub fn reshaped(mut self, shape: &[usize]) -> Result<Self> {
+        let layout = Layout::contiguous("Tensor::reshaped", "shape", shape)?;
+        if layout.len() != self.layout.len() {
+            return Err(Error::value(
+                "Tensor::reshaped",
+                "shape",
+                format!("{shape:?}"),
+                format!("{} elements", self.layout.len()),
+            ));
+        }
+        self.layout = layout;
+        Ok(self)
+    }
+}
+
+impl<'a> TensorRef<'a> {
+    /// Borrows a slice as a contiguous tensor.
+    pub fn new<T: Element>(data: &'a [T], shape: &[usize]) -> Result<Self> {
+        Self::with_layout(data, Layout::contiguous("TensorRef::new", "shape", shape)?)
+    }
+
+    /// Borrows a slice under any strides, in elements.
+    pub fn strided<T: Element>(data: &'a [T], shape: &[usize], strides: &[usize]) -> Result<Self> {
+        Self::with_layout(data, Layout::strided("TensorRef::strided", "strides", shape, strides)?)
+    }
+
+    fn with_layout<T: Element>(data: &'a [T], layout: Layout) -> Result<Self> {
+        Self::from_bytes(bytemuck::cast_slice(data), T::DTYPE, layout)
+    }
+
+    /// Borrows bytes that are aligned for `dtype`.
+    pub(crate) fn from_bytes(bytes: &'a [u8], dtype: DType, layout: Layout) -> Result<Self> {
+        check_extent("TensorRef", &layout, dtype, bytes.len())?;
+        if bytes.as_ptr().align_offset(dtype.size()) != 0 {
+            return Err(Error::layout("TensorRef", "data", "misaligned memory", format!("alignment for {dtype}")));
+        }
+        Ok(Self { bytes, dtype, layout })
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Shape and strides.
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// Strides, in elements.
+    pub fn strides(&self) -> &[usize] {
+        self.layout.strides()
+    }
+
+    /// The memory from the first element on.
+    pub(crate) fn bytes(&self) -> &'a [u8] {
+        self.bytes
+    }
+
+    /// The entries `range` of `axis`.
+    pub fn slice(self, axis: usize, range: Range<usize>) -> Result<Self> {
+        check_range(&self.layout, axis, &range)?;
+        let start = range.start * self.layout.strides()[axis] * self.dtype.size();
+        let layout = self.layout.narrow(axis, range.len());
+        Ok(Self { bytes: self.bytes.get(start..).unwrap_or(&[]), layout, ..self })
+    }
+
+    /// Entry `index` of `axis`, which disappears.
+    pub fn select(self, axis: usize, index: usize) -> Result<Self> {
+        check_axis(&self.layout, axis)?;
+        if index >= self.layout.shape()[axis] {
+            return Err(Error::value(
+                "TensorRef::select",
+                "index",
+                index,
+                format!("less than {}", self.layout.shape()[axis]),
+            ));
+        }
+        let t = self.slice(axis, index..index + 1)?;
+        Ok(Self { layout: t.layout.without(axis), ..t })
+    }
+
+    /// Exchanges two axes.
+    pub fn transpose(self, a: usize, b: usize) -> Result<Self> {
+        check_axis(&self.layout, a)?;
+        check_axis(&self.layout, b)?;
+        Ok(Self { layout: self.layout.transpose(a, b), ..self })
+    }
+
+    /// The same elements under another shape; only for contiguous tensors.
+    pub fn reshape(self, shape: &[usize]) -> Result<Self> {
+        let layout = Layout::contiguous("TensorRef::reshape", "shape", shape)?;
+        if !self.layout.is_contiguous() || layout.len() != self.layout.len() {
+            return Err(Error::layout(
+                "TensorRef::reshape",
+                "shape",
+                format!("{shape:?}"),
+                format!("a contiguous tensor of {} elements (it has strides {:?})", self.layout.len(), self.strides()),
+            ));
+        }
+        Ok(Self { layout, ..self })
+    }
+
+    /// With the element type known; `op` and `arg` are for the message when it is another.
+    pub fn typed<T: Element>(self, op: &'static str, arg: &'static str) -> Result<View<'a, T>> {
+        if self.dtype != T::DTYPE {
+            return Err(Error::DType { op, arg, got: self.dtype.name(), want: T::DTYPE.name().into() });
+        }
+        let n = self.layout.extent() * self.dtype.size();
+        Ok(View { data: bytemuck::cast_slice(&self.bytes[..n]), layout: self.layout })
+    }
+
+    /// Every element in row-major order as f32; for float types other than fp4.
+    pub fn to_f32_vec(self) -> Result<Vec<f32>> {
+        fn all<T: Float>(t: TensorRef<'_>) -> Result<Vec<f32>> {
+            let v = t.typed::<T>("TensorRef::to_f32_vec", "self")?;
+            Ok(v.layout.offsets().map(|i| v.data[i].to_f32()).collect())
+        }
+        match self.dtype {
+            DType::F16 => all::<super::f16>(self),
+            DType::BF16 => all::<super::bf16>(self),
+            DType::E4M3 => all::<super::E4m3>(self),
+            DType::E5M2 => all::<super::E5m2>(self),
+            _ => all::<f32>(self),
+        }
+    }
+}
+
+impl<'a> TensorMut<'a> {
+    /// Borrows a slice as a contiguous tensor.
+    pub fn new<T: Element>(data: &'a mut [T], shape: &[usize]) -> Result<Self> {
+        let layout = Layout::contiguous("TensorMut::new", "shape", shape)?;
+        Self::from_bytes(bytemuck::cast_slice_mut(data), T::DTYPE, layout)
+    }
+
+    /// Borrows a slice under any strides that reach no element twice.
+    pub fn strided<T: Element>(data: &'a mut [T], shape: &[usize], strides: &[usize]) -> Result<Self> {
+        let layout = Layout::strided("TensorMut::strided", "strides", shape, strides)?;
+        Self::from_bytes(bytemuck::cast_slice_mut(data), T::DTYPE, layout)
+    }
+
+    /// Borrows bytes that are aligned for `dtype`.
+    pub(crate) fn from_bytes(bytes: &'a mut [u8], dtype: DType, layout: Layout) -> Result<Self> {
+        check_extent("TensorMut", &layout, dtype, bytes.len())?;
+        if bytes.as_ptr().align_offset(dtype.size()) != 0 {
+            return Err(Error::layout("TensorMut", "data", "misaligned memory", format!("alignment for {dtype}")));
+        }
+        if layout.may_alias() {
+            return Err(Error::layout(
+                "TensorMut",
+                "strides",
+                format!("{:?} for shape {:?}", layout.strides(), layout.shape()),
+                "strides that reach no element twice",
+            ));
+        }
+        Ok(Self { bytes, dtype, layout })
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Shape and strides.
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// Strides, in elements.
+    pub fn strides(&self) -> &[usize] {
+        self.layout.strides()
+    }
+
+    /// Borrows it for reading.
+    pub fn as_ref(&self) -> TensorRef<'_> {
+        TensorRef { bytes: self.bytes, dtype: self.dtype, layout: self.layout }
+    }
+
+    /// Borrows it again, for a shorter time.
+    pub fn reborrow(&mut self) -> TensorMut<'_> {
+        TensorMut { bytes: self.bytes, dtype: self.dtype, layout: self.layout }
+    }
+
+    /// The entries `range` of `axis`.
+    pub fn slice(self, axis: usize, range: Range<usize>) -> Result<Self> {
+        check_range(&self.layout, axis, &range)?;
+        let start = range.start * self.layout.strides()[axis] * self.dtype.size();
+        let layout = self.layout.narrow(axis, range.len());
+        Ok(Self { bytes: self.bytes.get_mut(start..).unwrap_or(&mut []), layout, dtype: self.dtype })
+    }
+
+    /// Exchanges two axes.
+    pub fn transpose(self, a: usize, b: usize) -> Result<Self> {
+        check_axis(&self.layout, a)?;
+        check_axis(&self.layout, b)?;
+        Ok(Self { layout: self.layout.transpose(a, b), ..self })
+    }
+
+    /// With the element type known; `op` and `arg` are for the message when it is another.
+    pub fn typed<T: Element>(self, op: &'static str, arg: &'static str) -> Result<ViewMut<'a, T>> {
+        if self.dtype != T::DTYPE {
+            return Err(Error::DType { op, arg, got: self.dtype.name(), want: T::DTYPE.name().into() });
+        }
+        let n = self.layout.extent() * self.dtype.size();
+        Ok(ViewMut { data: bytemuck::cast_slice_mut(&mut self.bytes[..n]), layout: self.layout })
+    }
+}
+
+impl<'a, T: Element> View<'a, T> {
+    /// The memory from the first element to the last.
+    pub fn data(&self) -> &'a [T] {
+        self.data
+    }
+
+    /// Shape and strides.
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// Sizes of the axes.
+    pub fn shape(&self) -> &[usize] {
+        self.layout.shape()
+    }
+
+    /// Strides, in elements.
+    pub fn strides(&self) -> &[usize] {
+        self.layout.strides()
+    }
+}
+
+impl<'a, T: Element> ViewMut<'a, T> {
+    /// The memory from the first element to the last.
+    pub fn data(&mut self) -> &mut [T] {
+        self.data
+    }
+
+    /// The memory and its layout.
+    pub fn into_parts(self) -> (&'a mut [T], Layout) {
+        (self.data, self.layout)
+    }
+
+    /// Shape and strides.
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// Sizes of the axes.
+    pub fn shape(&self) -> &[usize] {
+        self.layout.shape()
+    }
+
+    /// Strides, in elements.
+    pub fn strides(&self) -> &[usize] {
+        self.layout.strides()
+    }
+}
+
+macro_rules! shaped {
+    ($($t:ty),*) => {$(
+        impl Shaped for $t {
+            fn shape(&self) -> &[usize] {
+                self.layout.shape()
+            }
+        }
+        impl std::fmt::Debug for $t {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                write!(f, concat!(stringify!($t), " {} {:?} strides {:?}"), self.dtype, self.layout.shape(), self.layout.strides())
+            }
+        }
+        impl $t {
+            /// Sizes of the axes.
+            pub fn shape(&self) -> &[usize] {
+                self.layout.shape()
+            }
+        }
+    )*};
+}
+shaped!(Tensor, TensorRef<'_>, TensorMut<'_>);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slices_and_selects_reach_the_right_elements() {
+        let data: Vec<f32> = (0..24u8).map(f32::from).collect();
+        let t = TensorRef::new(&data, &[2, 3, 4]).unwrap();
+        let s = t.slice(1, 1..3).unwrap().select(0, 1).unwrap();
+        assert_eq!(s.to_f32_vec().unwrap(), [16., 17., 18., 19., 20., 21., 22., 23.]);
+        let x = t.transpose(0, 2).unwrap();
+        assert_eq!(x.shape(), [4, 3, 2]);
+        assert_eq!(x.to_f32_vec().unwrap()[..4], [0., 12., 4., 16.]);
+        assert!(x.reshape(&[24]).is_err());
+        assert!(t.slice(1, 2..4).is_err());
+        assert!(t.select(0, 2).is_err());
+        assert_eq!(t.slice(0, 2..2).unwrap().to_f32_vec().unwrap(), []);
+    }
+
+    #[test]
+    fn memory_too_short_or_aliased_is_refused() {
+        let mut data = [0f32; 8];
+        assert!(TensorRef::new(&data, &[3, 3]).is_err());
+        assert!(TensorRef::strided(&data, &[2, 4], &[5, 1]).is_err());
+        assert!(TensorRef::strided(&data, &[100, 4], &[0, 1]).is_ok());
+        assert!(TensorMut::strided(&mut data, &[100, 4], &[0, 1]).is_err());
+        assert!(TensorMut::new(&mut data, &[2, 4]).is_ok());
+    }
+
+    #[test]
+    fn owned_memory_is_aligned_to_a_cache_line() {
+        let t = Tensor::from_f32(DType::BF16, &[1.0, -2.5, 3.0], &[3]).unwrap();
+        assert_eq!(t.view().bytes().as_ptr() as usize % 64, 0);
+        assert_eq!(t.view().to_f32_vec().unwrap(), [1.0, -2.5, 3.0]);
+        assert!(t.as_slice::<f32>().is_err());
+    }
+}

@@ -1,0 +1,9 @@
+//! Generators and comparers, for the tests of this crate and of those built on it (feature `testing`).
+
+mod compare;
+mod generate;
+
+pub use self::{
+    compare::{Compare, compare},
+    generate::Rng,
+};

@@ -1,0 +1,4 @@
+//! One binary for all integration tests: a file per operator, every implementation against the reference.
+
+mod norm;
+mod support;
