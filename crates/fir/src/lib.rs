@@ -10,6 +10,7 @@ pub mod reference;
 pub mod tensor;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
+pub mod variant;
 
 pub use crate::ops::norm;
 pub use crate::{

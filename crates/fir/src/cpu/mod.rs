@@ -7,4 +7,5 @@ pub(crate) mod math;
 pub(crate) mod norm;
 pub(crate) mod pool;
 pub(crate) mod rows;
+pub(crate) mod variant;
 pub(crate) mod vector;
