@@ -505,7 +505,7 @@ fn execute<V: Vector>(v: V, program: &Columns, env: &Env<'_, f32>, start: i32, n
 mod tests {
     use super::*;
     use crate::cpu::level::{Level, Token};
-    use crate::testing::{Case, Rng};
+    use crate::testing::{Case, Rng, init_error, logit_error, output_error, scale_error};
     use crate::variant::{
         self as dsl, Params, Rope, Side, Variant, eval, kv_pos, logits as set_logits, score, variant,
     };
@@ -572,7 +572,7 @@ mod tests {
                             continue;
                         }
                         let want = eval::logit(&case.variant, &bound, &row, pos, s.into());
-                        let err = case.logit_error(&row, pos, s);
+                        let err = logit_error(&case.variant, &bound, &row, pos, s);
                         all += 1;
                         close += usize::from(err < 1e-3 * (1.0 + want.abs()));
                         assert!(
@@ -588,11 +588,22 @@ mod tests {
                 token.run(Run { p: &p, bound: &bound, ctx: row, what, x: &mut x, regs: &mut regs });
                 for (&got, &o) in x.iter().zip(&scores) {
                     let want = eval::output(&case.variant, &bound, &row, o.into(), m.into(), d.into());
-                    let err = case.output_error(&row, [o, m, d]);
+                    let err = output_error(&case.variant, &bound, &row, [o, m, d]);
                     assert!(near(got, want, err), "seed {seed}: output {got} {want} ±{err}");
                 }
+                for side in [Side::Query, Side::Key, Side::Value] {
+                    let (mut got, mut want) = ([1.0f32], [1.0f64]);
+                    let what = What::Side(side, kv_start);
+                    token.run(Run { p: &p, bound: &bound, ctx: row, what, x: &mut got, regs: &mut regs });
+                    eval::transform(&case.variant, &bound, side, &row, kv_start, &mut want);
+                    let err = scale_error(&case.variant, &bound, side, &row, kv_start);
+                    assert!(near(got[0], want[0], err), "seed {seed}: {side:?} {got:?} {want:?} ±{err}");
+                }
                 let (got, want) = (init(&p, &bound, &row, &mut regs), eval::init(&case.variant, &bound, &row));
-                assert!(near(got.unwrap(), want.unwrap(), case.init_error(&row)), "seed {seed}: {got:?} {want:?}");
+                assert!(
+                    near(got.unwrap(), want.unwrap(), init_error(&case.variant, &bound, &row)),
+                    "seed {seed}: {got:?} {want:?}"
+                );
             }
         }
         // A bound that is always infinite would prove nothing.

@@ -3,14 +3,14 @@
 use super::Rng;
 use crate::variant::eval::{Env, Real, run};
 use crate::variant::{
-    Binary, Bits, Bool, Bound, F32, F32Tensor, Hooks, I32, I32Tensor, Params, RowCtx, Unary, Variant, batch, d,
+    Binary, Bits, Bool, Bound, F32, F32Tensor, Hooks, I32, I32Tensor, Params, RowCtx, Side, Unary, Variant, batch, d,
     kv_head, kv_len, kv_pos, m, mask, o, q_idx, q_len, q_pos, qo_head, scale, score, variant,
 };
 
 /// A random variant with values for its parameters, and a row to try it on.
 ///
 /// Floats are compared only where both sides are exact, so the lowerings agree on every truth value and integer; how
-/// far their floats may differ, the `*_error` functions say.
+/// far their floats may differ, [`logit_error`] and its like say.
 #[derive(Clone, Debug)]
 pub struct Case {
     /// With all hooks but rotations.
@@ -234,31 +234,39 @@ impl Case {
     pub fn bind(&self) -> Bound<'_> {
         self.variant.bind(&self.params(), self.heads.len(), self.indptr.len() - 1).expect("values of the right types")
     }
+}
 
-    /// Largest error that a logit may have in f32; infinite where it may overflow.
-    pub fn logit_error(&self, row: &RowCtx, kv_pos: i32, score: f32) -> f64 {
-        let bound = self.bind();
-        let env = Env { kv_pos, score: Approx::of_f32(score), ..Env::new(&bound, row) };
-        self.variant.0.logits.as_ref().map_or(0.0, |e| run(&self.variant, e, &env).f().error())
-    }
+/// Largest error that the logit of `kv_pos` may have in f32; infinite where it may overflow.
+///
+/// # Panics
+/// If `variant` compares floats that are not exact: then a small error may have any consequence.
+pub fn logit_error(variant: &Variant, bound: &Bound<'_>, row: &RowCtx, kv_pos: i32, score: f32) -> f64 {
+    let env = Env { kv_pos, score: Approx::of_f32(score), ..Env::new(bound, row) };
+    variant.0.logits.as_ref().map_or(0.0, |e| run(variant, e, &env).f().error())
+}
 
-    /// Largest error that the starting logit may have in f32.
-    pub fn init_error(&self, row: &RowCtx) -> f64 {
-        let bound = self.bind();
-        self.variant
-            .0
-            .init
-            .as_ref()
-            .map_or(0.0, |e| run(&self.variant, e, &Env::<Approx>::new(&bound, row)).f().error())
-    }
+/// Largest error that the starting logit may have in f32; panics as [`logit_error`].
+pub fn init_error(variant: &Variant, bound: &Bound<'_>, row: &RowCtx) -> f64 {
+    variant.0.init.as_ref().map_or(0.0, |e| run(variant, e, &Env::<Approx>::new(bound, row)).f().error())
+}
 
-    /// Largest error that an output may have in f32.
-    pub fn output_error(&self, row: &RowCtx, [o, m, d]: [f32; 3]) -> f64 {
-        let bound = self.bind();
-        let [o, m, d] = [o, m, d].map(Approx::of_f32);
-        let env = Env { o, m, d, ..Env::new(&bound, row) };
-        self.variant.0.output.as_ref().map_or(0.0, |e| run(&self.variant, e, &env).f().error())
-    }
+/// Largest error that an element of the output may have in f32; panics as [`logit_error`].
+pub fn output_error(variant: &Variant, bound: &Bound<'_>, row: &RowCtx, [o, m, d]: [f32; 3]) -> f64 {
+    let [o, m, d] = [o, m, d].map(Approx::of_f32);
+    let env = Env { o, m, d, ..Env::new(bound, row) };
+    variant.0.output.as_ref().map_or(0.0, |e| run(variant, e, &env).f().error())
+}
+
+/// Largest error that the product of a transform's scales may have in f32; panics as [`logit_error`].
+pub fn scale_error(variant: &Variant, bound: &Bound<'_>, side: Side, row: &RowCtx, pos: i32) -> f64 {
+    let vectors = match side {
+        Side::Query => &variant.0.query,
+        Side::Key => &variant.0.key,
+        Side::Value => &variant.0.value,
+    };
+    let env = Env::<Approx> { kv_pos: pos, ..Env::new(bound, row) };
+    let product = |x, e| Approx::binary(Binary::MulF, x, run(variant, e, &env).f());
+    vectors.scales.iter().fold(Approx::of_f32(1.0), product).error()
 }
 
 /// A number and how far its f32 twin may be from it: running error analysis.

@@ -2,3 +2,4 @@
 
 mod norm;
 mod support;
+mod variant;
