@@ -1,8 +1,8 @@
 //! Runs a [`RowProgram`]: variants on rows of scores, of outputs and of heads.
 //!
 //! Values that are the same along a row are evaluated once. The others live in columns of up to [`COLUMNS`] 32-bit
-//! values; each instruction is one loop over whole blocks of 16, which the compiler vectorises for the level, and the
-//! columns past the row's end hold anything. Truth values are 0 and all ones.
+//! values; each instruction is one loop over them, a multiple of 16 so that vectors are whole; the columns past the
+//! row's end hold anything. Truth values are 0 and all ones.
 
 use super::math;
 use super::vector::{Kernel, Vector};
@@ -236,17 +236,29 @@ impl Kernel for Apply<'_> {
         let Self { p, program, env, mut start, x, regs } = self;
         steps(&p.variant, &program.once, &env, &mut regs.once);
         for x in x.chunks_mut(COLUMNS) {
-            bytemuck::cast_slice_mut::<u32, f32>(&mut regs.columns[0])[..x.len()].copy_from_slice(x);
+            copy(v, x, bytemuck::cast_slice_mut(&mut regs.columns[0]));
             v.call(Execute { program, env: &env, start, n: x.len(), regs });
             match program.result {
-                Src::Col(c) => {
-                    let c: &[f32] = bytemuck::cast_slice(&regs.columns[c as usize]);
-                    x.copy_from_slice(&c[..x.len()]);
-                }
+                Src::Col(c) => copy(v, &bytemuck::cast_slice(&regs.columns[c as usize])[..x.len()], x),
                 Src::One(id) => x.fill(regs.once[id as usize].f()),
             }
             start = start.wrapping_add(COLUMNS as i32);
         }
+    }
+}
+
+/// Copies `x` to the head of `out` in whole vectors: the loads that follow are as wide, and a load that spans two
+/// narrower stores (`memcpy`'s) waits for both to leave the store buffer.
+#[inline(always)]
+fn copy<V: Vector>(v: V, x: &[f32], out: &mut [f32]) {
+    let full = x.len() / V::LANES * V::LANES;
+    let mut i = 0;
+    while i < full {
+        v.store(v.load(&x[i..]), &mut out[i..]);
+        i += V::LANES;
+    }
+    for (out, x) in out[full..].iter_mut().zip(&x[full..]) {
+        *out = *x;
     }
 }
 
@@ -321,22 +333,16 @@ fn truth(x: bool) -> u32 {
 }
 
 /// `$out[i] = $e` for all `i`, with `$x` (and `$y`) standing for the operands' bits. A macro, as a closure might be
-/// compiled without the level's instructions.
+/// compiled without the level's instructions; plain loops, as fixed blocks get unrolled before they are vectorised.
 macro_rules! each {
     ($out:expr, $x:ident in $a:expr => $e:expr) => {
-        for (out, a) in $out.as_chunks_mut::<16>().0.iter_mut().zip($a.as_chunks::<16>().0) {
-            for (out, &$x) in out.iter_mut().zip(a) {
-                *out = $e;
-            }
+        for (out, &$x) in $out.iter_mut().zip($a.iter()) {
+            *out = $e;
         }
     };
     ($out:expr, $x:ident in $a:expr, $y:ident in $b:expr => $e:expr) => {
-        for ((out, a), b) in
-            $out.as_chunks_mut::<16>().0.iter_mut().zip($a.as_chunks::<16>().0).zip($b.as_chunks::<16>().0)
-        {
-            for ((out, &$x), &$y) in out.iter_mut().zip(a).zip(b) {
-                *out = $e;
-            }
+        for ((out, &$x), &$y) in $out.iter_mut().zip($a.iter()).zip($b.iter()) {
+            *out = $e;
         }
     };
 }
@@ -715,6 +721,8 @@ mod tests {
                 println!("{name} {}: {:.0} ns", token.level(), (0..500).map(batch).fold(f64::MAX, f64::min));
             }
         }
+        time("add", &variant("Add", |_| set_logits(score() + 1.0)).unwrap(), &Params::new());
+        time("tanh", &variant("Tanh", |_| set_logits(score().tanh())).unwrap(), &Params::new());
         time("causal", &dsl::causal(), &Params::new());
         let capped = dsl::causal().and(dsl::soft_cap()).unwrap();
         time("causal + soft cap", &capped, &Params::new().f32("soft_cap", 30.0));

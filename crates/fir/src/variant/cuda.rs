@@ -100,9 +100,8 @@ fn write_helpers(out: &mut String, v: &Variant) -> std::fmt::Result {
     if has(|n| matches!(n, Op::At(..))) {
         writeln!(
             out,
-            "\n  template <typename T>{} T at(const T* data, int len, int i) {{\n    \
-             return data[i < 0 ? 0 : (i < len ? i : len - 1)];\n  }}",
-            &HEAD[1..]
+            "\n  template <typename T>{HEAD} T at(const T* data, int len, int i) {{\n    \
+             return data[i < 0 ? 0 : (i < len ? i : len - 1)];\n  }}"
         )?;
     }
     if has(|n| matches!(n, Op::Bit(..))) {
@@ -265,7 +264,14 @@ fn expression(v: &Variant, id: Id, text: &[String]) -> String {
         Op::Binary(op, a, b) => {
             let call = |f: &str| format!("{f}({}, {})", bare(at(a)), bare(at(b)));
             let infix = |op: &str| format!("({} {op} {})", at(a), at(b));
-            let wrapping = |op: &str| format!("int(unsigned({}) {op} unsigned({}))", bare(at(a)), bare(at(b)));
+            // A sum of sums stays unsigned in between.
+            let wraps =
+                |id: Id| matches!(v.0.nodes[id as usize], Op::Binary(Binary::AddI | Binary::SubI | Binary::MulI, ..));
+            let unsigned = |id: Id| match at(id).strip_prefix("int") {
+                Some(inner) if wraps(id) => inner.to_string(),
+                _ => format!("unsigned({})", bare(at(id))),
+            };
+            let wrapping = |op: &str| format!("int({} {op} {})", unsigned(a), unsigned(b));
             match op {
                 Binary::AddF => infix("+"),
                 Binary::SubF => infix("-"),
