@@ -56,10 +56,10 @@ pub(crate) fn logits<V: Vector>(
     regs.prepare(p);
     let env = Env::new(bound, ctx);
     if let Some(program) = &p.logits {
-        v.call(Apply { p, program, env, start: kv_start, x: scores, regs });
+        v.call(Apply { p, program, env: &env, start: kv_start, x: scores, regs });
     }
     if masked && p.has_mask() {
-        v.call(Mask { p, env, start: kv_start, x: scores, regs });
+        v.call(Mask { p, env: &env, start: kv_start, x: scores, regs });
     }
 }
 
@@ -88,7 +88,7 @@ pub(crate) fn output<V: Vector>(
     let Some(program) = &p.output else { return };
     regs.prepare(p);
     let env = Env { m, d, ..Env::new(bound, ctx) };
-    v.call(Apply { p, program, env, start: 0, x: o, regs });
+    v.call(Apply { p, program, env: &env, start: 0, x: o, regs });
 }
 
 /// Transforms one query head's row in place; `pos` is its position.
@@ -223,7 +223,7 @@ pub(crate) fn sin_cos(turns: f64) -> (f32, f32) {
 struct Apply<'a> {
     p: &'a RowProgram,
     program: &'a Columns,
-    env: Env<'a, f32>,
+    env: &'a Env<'a, f32>,
     start: i32,
     x: &'a mut [f32],
     regs: &'a mut Registers,
@@ -234,10 +234,10 @@ impl Kernel for Apply<'_> {
     #[inline(always)]
     fn run<V: Vector>(self, v: V) {
         let Self { p, program, env, mut start, x, regs } = self;
-        steps(&p.variant, &program.once, &env, &mut regs.once);
+        steps(&p.variant, &program.once, env, &mut regs.once);
         for x in x.chunks_mut(COLUMNS) {
             copy(v, x, bytemuck::cast_slice_mut(&mut regs.columns[0]));
-            v.call(Execute { program, env: &env, start, n: x.len(), regs });
+            v.call(Execute { program, env, start, n: x.len(), regs });
             match program.result {
                 Src::Col(c) => copy(v, &bytemuck::cast_slice(&regs.columns[c as usize])[..x.len()], x),
                 Src::One(id) => x.fill(regs.once[id as usize].f()),
@@ -265,7 +265,7 @@ fn copy<V: Vector>(v: V, x: &[f32], out: &mut [f32]) {
 /// Fills the columns that the mask hides.
 struct Mask<'a> {
     p: &'a RowProgram,
-    env: Env<'a, f32>,
+    env: &'a Env<'a, f32>,
     start: i32,
     x: &'a mut [f32],
     regs: &'a mut Registers,
@@ -280,7 +280,7 @@ impl Kernel for Mask<'_> {
         // The keys that every range condition lets through; in i64, as a bound may be one past the largest i32.
         let (mut first, mut last) = (i64::MIN, i64::MAX);
         for c in &p.mask {
-            steps(&p.variant, &c.once, &env, &mut regs.once);
+            steps(&p.variant, &c.once, env, &mut regs.once);
             if c.unless.is_some_and(|id| regs.once[id as usize].b()) {
                 continue;
             }
@@ -295,7 +295,7 @@ impl Kernel for Mask<'_> {
                 Test::Columns(program) => {
                     let mut start = start;
                     for x in x.chunks_mut(COLUMNS) {
-                        v.call(Execute { program, env: &env, start, n: x.len(), regs });
+                        v.call(Execute { program, env, start, n: x.len(), regs });
                         let Src::Col(c) = program.result else { unreachable!("a test that varies") };
                         for (x, &m) in x.iter_mut().zip(&regs.columns[c as usize]) {
                             *x = if m != 0 { *x } else { hidden };
