@@ -511,7 +511,7 @@ fn execute<V: Vector>(v: V, program: &Columns, env: &Env<'_, f32>, start: i32, n
 mod tests {
     use super::*;
     use crate::cpu::level::{Level, Token};
-    use crate::testing::{Case, Rng, init_error, logit_error, output_error, scale_error};
+    use crate::testing::{Case, Rng, exact_variants, init_error, logit_error, output_error, scale_error};
     use crate::variant::{
         self as dsl, Params, Rope, Side, Variant, eval, kv_pos, logits as set_logits, score, variant,
     };
@@ -614,6 +614,27 @@ mod tests {
         }
         // A bound that is always infinite would prove nothing.
         assert!(close * 10 > all * 7, "{close} of {all}");
+    }
+
+    #[test]
+    fn exact_operations_are_exact() {
+        let mut rng = Rng::new(2);
+        for v in exact_variants() {
+            let (p, bound) = (RowProgram::new(&v, 8, 8).unwrap(), v.bind(&Params::new(), 1, 1).unwrap());
+            for q_idx in 0..7 {
+                let ctx = RowCtx { batch: 0, q_idx, q_len: 50, kv_len: 200, qo_head: 0, kv_head: 0 };
+                let scores = rng.normals(200);
+                for token in levels() {
+                    let mut x = scores.clone();
+                    let (what, regs) = (What::Logits { kv_start: 0, masked: true }, &mut Registers::default());
+                    token.run(Run { p: &p, bound: &bound, ctx, what, x: &mut x, regs });
+                    for (j, (&got, &s)) in x.iter().zip(&scores).enumerate() {
+                        let want = eval::logit(&v, &bound, &ctx, j as i32, s.into());
+                        assert_eq!(f64::from(got), want, "{} {} [{j}] {s}", v.name(), token.level());
+                    }
+                }
+            }
+        }
     }
 
     #[test]

@@ -7,5 +7,5 @@ mod variant;
 pub use self::{
     compare::{Compare, compare},
     generate::Rng,
-    variant::{Case, init_error, logit_error, output_error, scale_error},
+    variant::{Case, exact_variants, init_error, logit_error, output_error, scale_error},
 };

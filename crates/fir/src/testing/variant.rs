@@ -4,7 +4,7 @@ use super::Rng;
 use crate::variant::eval::{Env, Real, run};
 use crate::variant::{
     Binary, Bits, Bool, Bound, F32, F32Tensor, Hooks, I32, I32Tensor, Params, RowCtx, Side, Unary, Variant, batch, d,
-    kv_head, kv_len, kv_pos, m, mask, o, q_idx, q_len, q_pos, qo_head, scale, score, variant,
+    kv_head, kv_len, kv_pos, logits, m, mask, o, q_idx, q_len, q_pos, qo_head, scale, score, variant,
 };
 
 /// A random variant with values for its parameters, and a row to try it on.
@@ -234,6 +234,59 @@ impl Case {
     pub fn bind(&self) -> Bound<'_> {
         self.variant.bind(&self.params(), self.heads.len(), self.indptr.len() - 1).expect("values of the right types")
     }
+}
+
+/// Variants whose logits are exact in f32 and in f64 alike: every integer operation and comparison, over operands of
+/// either sign, and what floats do with NaN and infinities.
+///
+/// # Panics
+/// If one is refused: a fault of this function.
+pub fn exact_variants() -> Vec<Variant> {
+    // From -40 to 40, and 0; and numbers that wrap around.
+    let (a, b) = (|| kv_pos() % 81 - 40, || q_idx() % 7 - 3);
+    let big = || kv_pos() * 0x0123_4567 + i32::MIN;
+    let nan = || (score() - score()) / (score() - score());
+    let inf = || score().abs() / 0.0;
+    let pick = |x: Bool| x.select(1.0, 2.0);
+    let logit: Vec<F32> = vec![
+        (a() + b()).to_f32(),
+        (a() - b()).to_f32(),
+        (a() * b()).to_f32(),
+        (a() / b()).to_f32(),
+        (a() % b()).to_f32(),
+        (big() / b() % 1000).to_f32(),
+        (big() % (b() * 1000)).to_f32(),
+        ((big() - i32::MAX) % 1000).to_f32(),
+        ((big() * big()) % 1000).to_f32(),
+        ((-big()) / 65536).to_f32(),
+        a().min(b()).to_f32(),
+        a().max(b()).to_f32(),
+        pick(a().lt(b())),
+        pick(a().le(b())),
+        pick(a().gt(b())),
+        pick(a().ge(b())),
+        pick(a().eq(b())),
+        pick(a().ne(b())),
+        pick(a().lt(0) & b().lt(0)),
+        pick(a().lt(0) | !b().lt(0)),
+        nan().min(1.0),
+        F32::from(1.0).min(nan()).max(3.0),
+        nan().max(1.0),
+        pick(nan().lt(1.0)),
+        pick(!nan().ge(1.0)),
+        pick(inf().gt(f32::MAX)),
+        pick((-inf()).le(f32::NEG_INFINITY)),
+        (-inf()).exp(),
+        inf().tanh(),
+        (-inf()).sigmoid(),
+        -score().abs(),
+        score().abs().sqrt() * 0.0 - 0.0,
+    ];
+    logit
+        .into_iter()
+        .enumerate()
+        .map(|(i, x)| variant(&format!("Exact{i}"), |_| logits(x)).expect("a well-formed variant"))
+        .collect()
 }
 
 /// Largest error that the logit of `kv_pos` may have in f32; infinite where it may overflow.
