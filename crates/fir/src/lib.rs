@@ -5,6 +5,7 @@ mod cpu;
 pub mod env;
 pub mod error;
 pub mod exec;
+pub mod kv;
 mod ops;
 pub mod reference;
 pub mod tensor;
@@ -15,5 +16,6 @@ pub use crate::ops::norm;
 pub use crate::{
     error::{Error, Result},
     exec::Exec,
+    kv::{PageTable, PagedKv, Ragged},
     tensor::{DType, Tensor, TensorMut, TensorRef},
 };
