@@ -7,6 +7,7 @@ pub mod error;
 pub mod exec;
 pub mod kv;
 mod ops;
+pub mod plan;
 pub mod reference;
 pub mod tensor;
 #[cfg(any(test, feature = "testing"))]
