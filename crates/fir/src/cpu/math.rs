@@ -23,7 +23,7 @@ fn polynomial<V: Vector, const N: usize>(v: V, x: V::F, c: [f32; N]) -> V::F {
 pub(crate) fn exp2<V: Vector>(v: V, x: V::F) -> V::F {
     let (n, f) = v.split(x);
     // Relative error 3e-9. The first coefficient is exactly 1, so powers of two are exact.
-    let c = [1.0, 0.693_147_2, 0.240_226_48, 0.055_503_6, 9.618_506e-3, 1.339_080_6e-3, 1.532_645_7e-4];
+    let c = [1.0, std::f32::consts::LN_2, 0.240_226_48, 0.055_503_6, 9.618_506e-3, 1.339_080_6e-3, 1.532_645_7e-4];
     v.scale(polynomial(v, f, c), n)
 }
 
@@ -31,8 +31,8 @@ pub(crate) fn exp2<V: Vector>(v: V, x: V::F) -> V::F {
 #[inline(always)]
 fn exp_parts<V: Vector>(v: V, x: V::F) -> (V::F, V::F) {
     let (n, _) = v.split(v.mul(x, v.splat(std::f32::consts::LOG2_E)));
-    // ln 2 in two parts: the first has 10 bits, so its product with `n` is exact, fused or not.
-    let f = v.fma(n, v.splat(-0.693_359_375), x);
+    // ln 2 in two parts: the first has 9 bits, so its product with `n` is exact, fused or not.
+    let f = v.fma(n, v.splat(-355.0 / 512.0), x);
     let f = v.fma(n, v.splat(2.121_944_4e-4), f);
     // (e^f - 1 - f) / f², which costs e^f - 1 a relative error of 1.4e-8.
     let c = [0.499_999_97, 0.166_665_47, 0.041_667_435, 8.366_262e-3, 1.387_066_3e-3];
