@@ -1,10 +1,12 @@
 //! The CPU backend: algorithms written once over [`vector::Vector`], compiled for each level.
 
 mod arch;
+pub(crate) mod attention;
 pub(crate) mod exec;
 pub(crate) mod level;
 pub(crate) mod math;
 pub(crate) mod norm;
 pub(crate) mod pool;
 pub(crate) mod rows;
+pub(crate) mod variant;
 pub(crate) mod vector;

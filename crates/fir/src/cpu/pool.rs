@@ -221,6 +221,12 @@ impl<'a, T: Element> RowsMut<'a, T> {
         Ok(Self { start: data.as_mut_ptr(), inner: shape[1], strides, row: shape[2], range, life: PhantomData })
     }
 
+    /// Takes over a slice as rows of `row` elements; what is left over is no row.
+    pub(crate) fn from_slice(data: &'a mut [T], row: usize) -> Self {
+        let range = 0..data.len() / row.max(1);
+        Self { start: data.as_mut_ptr(), inner: 1, strides: [row, 0], row, range, life: PhantomData }
+    }
+
     /// The rows it holds, numbered as in the whole tensor.
     pub(crate) fn range(&self) -> Range<usize> {
         self.range.clone()
