@@ -25,6 +25,9 @@ pub(crate) trait Vector: Copy + Send + Sync + 'static {
     /// `LANES` truth values.
     type M: Copy;
 
+    /// Runs `kernel` out of line, compiled for these instructions: once for all its callers.
+    fn call<K: Kernel>(self, kernel: K) -> K::Out;
+
     fn splat(self, x: f32) -> Self::F;
     fn load(self, x: &[f32]) -> Self::F;
     fn load_f16(self, x: &[f16]) -> Self::F;

@@ -3,3 +3,4 @@
 mod attention;
 mod norm;
 mod support;
+mod variant;

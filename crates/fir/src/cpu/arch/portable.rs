@@ -1,6 +1,6 @@
 //! Eight lanes in plain Rust: what any CPU runs, and what the others are compared with.
 
-use crate::cpu::vector::Vector;
+use crate::cpu::vector::{Kernel, Vector};
 use crate::tensor::{E4m3, E5m2, Float, bf16, f16};
 
 /// The level that needs no instruction beyond the target's baseline.
@@ -30,6 +30,10 @@ impl Vector for Portable {
     type F = F;
     type M = [bool; 8];
 
+    #[inline(never)]
+    fn call<K: Kernel>(self, kernel: K) -> K::Out {
+        kernel.run(self)
+    }
     #[inline(always)]
     fn splat(self, x: f32) -> F {
         [x; 8]

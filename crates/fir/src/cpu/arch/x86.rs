@@ -89,6 +89,10 @@ impl Vector for Avx2 {
     type M = __m256;
 
     #[inline(always)]
+    fn call<K: Kernel>(self, kernel: K) -> K::Out {
+        self.run(kernel)
+    }
+    #[inline(always)]
     fn splat(self, x: f32) -> __m256 {
         with!(self, _mm256_set1_ps(x))
     }
@@ -273,6 +277,10 @@ impl Vector for Avx512 {
     type F = __m512;
     type M = __mmask16;
 
+    #[inline(always)]
+    fn call<K: Kernel>(self, kernel: K) -> K::Out {
+        self.run(kernel)
+    }
     #[inline(always)]
     fn splat(self, x: f32) -> __m512 {
         with!(self, _mm512_set1_ps(x))
