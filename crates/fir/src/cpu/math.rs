@@ -153,7 +153,7 @@ mod tests {
 
     /// Numbers of either sign and every exponent, about `n` of them, and all near where a branch is taken.
     fn inputs(n: u32) -> Vec<f32> {
-        let step = u32::MAX / n | 1;
+        let step = (u32::MAX / n) | 1;
         let spread = (0..n).map(|i| f32::from_bits(i.wrapping_mul(step)));
         let edges = [0.5, 1.0, 1.5, 4.0, 9.0, 10.0, 87.336_54, 88.722_84, 126.0, 126.5, 127.0, 127.5, 128.0, 149.0];
         let near = edges.into_iter().flat_map(|e: f32| (0..200).map(move |i| f32::from_bits(e.to_bits() + i - 100)));
