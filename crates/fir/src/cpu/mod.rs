@@ -1,5 +1,6 @@
 //! The CPU backend: algorithms written once over [`vector::Vector`], compiled for each level.
 
+pub(crate) mod activation;
 mod arch;
 pub(crate) mod exec;
 pub(crate) mod level;
