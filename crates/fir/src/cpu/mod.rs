@@ -3,6 +3,7 @@
 pub(crate) mod activation;
 mod arch;
 pub(crate) mod exec;
+pub(crate) mod gemm;
 pub(crate) mod level;
 pub(crate) mod math;
 pub(crate) mod norm;

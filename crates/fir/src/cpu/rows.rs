@@ -104,6 +104,12 @@ impl<'a, T: Element> Rows<'a, T> {
         Ok(Self { data: view.data(), inner: shape[1], strides, row: shape[2], len: shape[0] * shape[1] })
     }
 
+    /// A slice as rows of `row` elements.
+    pub(crate) fn packed(data: &'a [T], row: usize) -> Self {
+        let len = data.len() / row.max(1);
+        Self { data, inner: len, strides: [0, row], row, len }
+    }
+
     /// Number of rows.
     pub(crate) fn len(&self) -> usize {
         self.len

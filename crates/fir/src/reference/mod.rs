@@ -6,6 +6,7 @@
 //! is measured from.
 
 pub mod activation;
+pub mod gemm;
 pub mod norm;
 
 use crate::error::Result;

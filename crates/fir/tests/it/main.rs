@@ -1,5 +1,6 @@
 //! One binary for all integration tests: a file per operator, every implementation against the reference.
 
 mod activation;
+mod gemm;
 mod norm;
 mod support;
