@@ -14,7 +14,7 @@ pub mod tensor;
 pub mod testing;
 pub mod variant;
 
-pub use crate::ops::{attention, norm};
+pub use crate::ops::{activation, attention, gemm, norm};
 pub use crate::{
     error::{Error, Result},
     exec::Exec,

@@ -1,8 +1,10 @@
 //! The CPU backend: algorithms written once over [`vector::Vector`], compiled for each level.
 
+pub(crate) mod activation;
 mod arch;
 pub(crate) mod attention;
 pub(crate) mod exec;
+pub(crate) mod gemm;
 pub(crate) mod level;
 pub(crate) mod math;
 pub(crate) mod norm;

@@ -1,4 +1,6 @@
 //! The operators: public functions and plans with their docs, checks and dispatch.
 
 pub mod attention;
+pub mod activation;
+pub mod gemm;
 pub mod norm;

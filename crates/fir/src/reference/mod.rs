@@ -6,6 +6,8 @@
 //! is measured from.
 
 pub mod attention;
+pub mod activation;
+pub mod gemm;
 pub mod norm;
 
 use crate::error::Result;

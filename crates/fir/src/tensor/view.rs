@@ -315,7 +315,9 @@ impl<'a> TensorRef<'a> {
             return Err(Error::DType { op, arg, got: self.dtype.name(), want: T::DTYPE.name().into() });
         }
         let n = self.layout.extent() * self.dtype.size();
-        Ok(View { data: bytemuck::cast_slice(&self.bytes[..n]), layout: self.layout })
+        // No bytes at all may be aligned for nothing but bytes.
+        let data = if n == 0 { &[] } else { bytemuck::cast_slice(&self.bytes[..n]) };
+        Ok(View { data, layout: self.layout })
     }
 
     /// Every element in row-major order as f32; for float types other than fp4.
@@ -427,7 +429,8 @@ impl<'a> TensorMut<'a> {
             return Err(Error::DType { op, arg, got: self.dtype.name(), want: T::DTYPE.name().into() });
         }
         let n = self.layout.extent() * self.dtype.size();
-        Ok(ViewMut { data: bytemuck::cast_slice_mut(&mut self.bytes[..n]), layout: self.layout })
+        let data = if n == 0 { &mut [] } else { bytemuck::cast_slice_mut(&mut self.bytes[..n]) };
+        Ok(ViewMut { data, layout: self.layout })
     }
 }
 

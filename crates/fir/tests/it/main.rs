@@ -1,6 +1,8 @@
 //! One binary for all integration tests: a file per operator, every implementation against the reference.
 
 mod attention;
+mod activation;
+mod gemm;
 mod norm;
 mod support;
 mod variant;
