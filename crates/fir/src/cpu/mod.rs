@@ -7,4 +7,8 @@ pub(crate) mod math;
 pub(crate) mod norm;
 pub(crate) mod pool;
 pub(crate) mod rows;
+pub(crate) mod sampling;
+mod select;
+pub(crate) mod speculative;
+pub(crate) mod topk;
 pub(crate) mod vector;

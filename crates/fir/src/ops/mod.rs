@@ -1,3 +1,6 @@
 //! The operators: public functions and plans with their docs, checks and dispatch.
 
 pub mod norm;
+pub mod sampling;
+pub mod speculative;
+pub mod topk;

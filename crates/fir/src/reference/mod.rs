@@ -6,6 +6,9 @@
 //! is measured from.
 
 pub mod norm;
+pub mod sampling;
+pub mod speculative;
+pub mod topk;
 
 use crate::error::Result;
 use crate::tensor::{DType, E4m3, E5m2, Float, TensorRef, bf16, f16};
