@@ -69,13 +69,10 @@ pub fn top_k_mask_logits(logits: TensorRef<'_>, top_k: PerRow<'_, u32>) -> Resul
     let vocab = logits.shape()[1];
     let mut x = values(logits)?;
     for (b, row) in x.chunks_mut(vocab.max(1)).enumerate() {
-        let original = row.to_vec();
-        for x in row {
-            let greater = original.iter().filter(|y| *y > x).count();
-            if greater >= top_k.get(b) as usize {
-                *x = f64::NEG_INFINITY;
-            }
-        }
+        let mut sorted: Vec<f64> = row.iter().copied().filter(|x| !x.is_nan()).collect();
+        sorted.sort_by(|a, b| b.total_cmp(a));
+        let last = sorted.get(top_k.get(b) as usize - 1).copied().unwrap_or(f64::NEG_INFINITY);
+        row.iter_mut().filter(|x| **x < last).for_each(|x| *x = f64::NEG_INFINITY);
     }
     Ok(x)
 }

@@ -1,4 +1,4 @@
-//! The largest elements of rows, by counting for each element those before it.
+//! The largest elements of rows, by sorting.
 
 use super::values;
 use crate::error::Result;
@@ -6,8 +6,12 @@ use crate::tensor::TensorRef;
 
 /// Places of the `k` largest numbers of `x`, ascending: of equal ones the first, NaN never.
 pub fn top_places(x: &[f64], k: usize) -> Vec<usize> {
-    let before = |i: usize| (0..x.len()).filter(|&j| x[j] > x[i] || (x[j] == x[i] && j < i)).count();
-    (0..x.len()).filter(|&i| !x[i].is_nan() && before(i) < k).collect()
+    let mut places: Vec<usize> = (0..x.len()).filter(|&i| !x[i].is_nan()).collect();
+    // Stable: equals stay in the order of their places.
+    places.sort_by(|&a, &b| x[b].partial_cmp(&x[a]).unwrap_or(std::cmp::Ordering::Equal));
+    places.truncate(k);
+    places.sort_unstable();
+    places
 }
 
 /// For each row the places of its `k` largest numbers, the largest first if `sorted` (and equal ones by place), else by

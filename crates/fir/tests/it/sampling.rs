@@ -6,7 +6,7 @@ use fir::tensor::Bool;
 use fir::testing::Rng;
 use fir::{DType, Exec, Tensor, TensorMut, TensorRef};
 
-use crate::support::{FLOATS, assert_matches, every_exec};
+use crate::support::{FLOATS, assert_distributed, assert_matches, every_exec};
 
 const VOCABS: [usize; 12] = [1, 2, 7, 8, 15, 16, 33, 100, 511, 513, 1000, 2500];
 
@@ -285,22 +285,6 @@ fn samples_from_logits_fall_where_the_reference_puts_the_uniform() {
     });
 }
 
-/// Pearson's statistic of `counts` against `dist`, and a bound that a right sampler passes but once in a million.
-fn chi_square(counts: &[usize], dist: &[f64]) -> (f64, f64) {
-    let n: usize = counts.iter().sum();
-    let (mut chi2, mut cells) = (0.0, 0.0f64);
-    for (&c, &p) in counts.iter().zip(dist) {
-        if p == 0.0 {
-            assert_eq!(c, 0, "a token without mass was drawn");
-            continue;
-        }
-        chi2 += (c as f64 - n as f64 * p).powi(2) / (n as f64 * p);
-        cells += 1.0;
-    }
-    let df = (cells - 1.0).max(1.0);
-    (chi2, df + 5.0 * (2.0 * df).sqrt() + 10.0)
-}
-
 #[test]
 fn draws_are_distributed_as_the_reference_says() {
     let exec = Exec::cpu().unwrap();
@@ -337,10 +321,7 @@ fn draws_are_distributed_as_the_reference_says() {
                         _ => sampling::top_k_top_p_sample(&exec, x, f.top_k, f.top_p, f.order, draw),
                     }
                 });
-                let mut counts = [0; 24];
-                tokens.iter().for_each(|&t| counts[t as usize] += 1);
-                let (chi2, bound) = chi_square(&counts, &want);
-                assert!(chi2 < bound, "{name} {from_logits}: {chi2} >= {bound}: {counts:?} {want:?}");
+                assert_distributed(&format!("{name} {from_logits}"), tokens.into_iter(), &want);
             }
         }
     }
