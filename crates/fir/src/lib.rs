@@ -8,13 +8,15 @@ pub mod exec;
 pub mod kv;
 mod ops;
 pub mod plan;
+pub mod filters;
+pub mod philox;
 pub mod reference;
 pub mod tensor;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 pub mod variant;
 
-pub use crate::ops::{activation, attention, gemm, norm};
+pub use crate::ops::{activation, attention, gemm, norm, sampling, speculative, topk};
 pub use crate::{
     error::{Error, Result},
     exec::Exec,

@@ -11,4 +11,8 @@ pub(crate) mod norm;
 pub(crate) mod pool;
 pub(crate) mod rows;
 pub(crate) mod variant;
+pub(crate) mod sampling;
+mod select;
+pub(crate) mod speculative;
+pub(crate) mod topk;
 pub(crate) mod vector;

@@ -68,6 +68,8 @@ pub(crate) trait Vector: Copy + Send + Sync + 'static {
     fn lt(self, a: Self::F, b: Self::F) -> Self::M;
     /// `if m { a } else { b }`.
     fn select(self, m: Self::M, a: Self::F, b: Self::F) -> Self::F;
+    /// Bit `i` is lane `i`.
+    fn bits(self, m: Self::M) -> u32;
 
     /// Sum of the lanes, always in the same order: halves added, then quarters, and so on.
     fn sum(self, a: Self::F) -> f32;

@@ -4,3 +4,6 @@ pub mod attention;
 pub mod activation;
 pub mod gemm;
 pub mod norm;
+pub mod sampling;
+pub mod speculative;
+pub mod topk;

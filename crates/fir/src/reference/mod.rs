@@ -9,6 +9,9 @@ pub mod attention;
 pub mod activation;
 pub mod gemm;
 pub mod norm;
+pub mod sampling;
+pub mod speculative;
+pub mod topk;
 
 use crate::error::Result;
 use crate::tensor::{DType, E4m3, E5m2, Float, TensorRef, bf16, f16};

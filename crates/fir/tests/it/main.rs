@@ -4,5 +4,8 @@ mod attention;
 mod activation;
 mod gemm;
 mod norm;
+mod sampling;
+mod speculative;
 mod support;
 mod variant;
+mod topk;

@@ -142,6 +142,12 @@ impl Vector for Portable {
         std::array::from_fn(|i| if m[i] { a[i] } else { b[i] })
     }
     #[inline(always)]
+    fn bits(self, m: [bool; 8]) -> u32 {
+        // One multiplication gathers eight 0/1 bytes: byte i lands in bit 56 + i.
+        let bytes = u64::from_le_bytes(m.map(u8::from));
+        (bytes.wrapping_mul(0x0102_0408_1020_4080) >> 56) as u32
+    }
+    #[inline(always)]
     fn sum(self, a: F) -> f32 {
         let b: [f32; 4] = std::array::from_fn(|i| a[i] + a[i + 4]);
         (b[0] + b[2]) + (b[1] + b[3])

@@ -233,6 +233,10 @@ impl Vector for Avx2 {
         with!(self, _mm256_blendv_ps(b, a, m))
     }
     #[inline(always)]
+    fn bits(self, m: __m256) -> u32 {
+        with!(self, _mm256_movemask_ps(m)) as u32
+    }
+    #[inline(always)]
     fn sum(self, a: __m256) -> f32 {
         with!(self, {
             let b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps::<1>(a));
@@ -421,6 +425,10 @@ impl Vector for Avx512 {
     #[inline(always)]
     fn select(self, m: __mmask16, a: __m512, b: __m512) -> __m512 {
         with!(self, _mm512_mask_blend_ps(m, b, a))
+    }
+    #[inline(always)]
+    fn bits(self, m: __mmask16) -> u32 {
+        u32::from(m)
     }
     #[inline(always)]
     fn sum(self, a: __m512) -> f32 {
