@@ -284,8 +284,10 @@ impl<'a, T: Element> RowsOnce<'a, T> {
     /// If it is out of range or was taken before: both are faults of the schedule, not of the user's input.
     #[inline(always)]
     pub(crate) fn take(&self, r: usize) -> &'a mut [T] {
-        assert_eq!(self.taken[r].swap(1, Ordering::Relaxed), 0, "row {r} was taken before");
-        // SAFETY: `r` indexed `taken`, so it is in range (a whole tensor's starts at 0), and it was not taken before.
+        let i = r.wrapping_sub(self.rows.range.start);
+        assert_eq!(self.taken[i].swap(1, Ordering::Relaxed), 0, "row {r} was taken before");
+        // SAFETY: `i` indexed `taken`, which has an entry for each row of the range, so `r` is in range, and it was
+        // not taken before.
         unsafe { self.rows.row_unchecked(r) }
     }
 }
@@ -344,6 +346,14 @@ mod tests {
         drop(rows);
         assert_eq!(data[20..22], [1.0, 1.0]);
         assert_eq!(data.iter().sum::<f32>(), 2.0);
+        // A part gives out its own rows only.
+        let out = TensorMut::new(&mut data, &[12, 2]).unwrap();
+        let part = RowsMut::<f32>::new("t", "x", out).unwrap().split(2).remove(1);
+        let rows = RowsOnce::new(part);
+        assert!(catch_unwind(AssertUnwindSafe(|| rows.take(0).len())).is_err());
+        rows.take(6).fill(3.0);
+        drop(rows);
+        assert_eq!(data[12..14], [3.0, 3.0]);
     }
 
     #[test]
