@@ -12,8 +12,9 @@ pub mod reference;
 pub mod tensor;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
+pub mod variant;
 
-pub use crate::ops::norm;
+pub use crate::ops::{norm, rope};
 pub use crate::{
     error::{Error, Result},
     exec::Exec,

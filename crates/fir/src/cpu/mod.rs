@@ -6,5 +6,6 @@ pub(crate) mod level;
 pub(crate) mod math;
 pub(crate) mod norm;
 pub(crate) mod pool;
+pub(crate) mod rope;
 pub(crate) mod rows;
 pub(crate) mod vector;

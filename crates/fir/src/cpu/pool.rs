@@ -256,6 +256,21 @@ impl<'a, T: Element> RowsMut<'a, T> {
         unsafe { std::slice::from_raw_parts_mut(self.start.add(at), self.row) }
     }
 
+    /// Cuts into consecutive values of these numbers of rows.
+    ///
+    /// # Panics
+    /// If they are more rows than there are.
+    pub(crate) fn cut(self, rows: impl IntoIterator<Item = usize>) -> Vec<Self> {
+        let Range { start: mut at, end } = self.range;
+        let next = |n| {
+            assert!(n <= end - at, "{n} rows of {}", end - at);
+            let range = at..at + n;
+            at += n;
+            Self { range, life: PhantomData, ..self }
+        };
+        rows.into_iter().map(next).collect()
+    }
+
     /// Cuts into at most `parts` values of equal numbers of rows.
     pub(crate) fn split(self, parts: usize) -> Vec<Self> {
         let Range { start: first, end } = self.range;
@@ -354,6 +369,17 @@ mod tests {
         rows.take(6).fill(3.0);
         drop(rows);
         assert_eq!(data[12..14], [3.0, 3.0]);
+    }
+
+    #[test]
+    fn cut_rows_are_consecutive_and_within_the_tensor() {
+        fn rows(data: &mut [f32]) -> RowsMut<'_, f32> {
+            RowsMut::new("t", "x", TensorMut::new(data, &[12, 2]).unwrap()).unwrap()
+        }
+        let mut data = [0f32; 24];
+        let ranges: Vec<_> = rows(&mut data).cut([3, 0, 5]).iter().map(RowsMut::range).collect();
+        assert_eq!(ranges, [0..3, 3..3, 3..8]);
+        assert!(catch_unwind(AssertUnwindSafe(|| rows(&mut data).cut([8, 5]).len())).is_err());
     }
 
     #[test]

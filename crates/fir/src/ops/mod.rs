@@ -1,3 +1,4 @@
 //! The operators: public functions and plans with their docs, checks and dispatch.
 
 pub mod norm;
+pub mod rope;

@@ -6,6 +6,7 @@
 //! is measured from.
 
 pub mod norm;
+pub mod rope;
 
 use crate::error::Result;
 use crate::tensor::{DType, E4m3, E5m2, Float, TensorRef, bf16, f16};

@@ -1,4 +1,5 @@
 //! One binary for all integration tests: a file per operator, every implementation against the reference.
 
 mod norm;
+mod rope;
 mod support;
