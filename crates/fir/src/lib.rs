@@ -14,7 +14,7 @@ pub mod tensor;
 pub mod testing;
 pub mod variant;
 
-pub use crate::ops::{norm, rope};
+pub use crate::ops::{norm, page, rope};
 pub use crate::{
     error::{Error, Result},
     exec::Exec,

@@ -5,6 +5,7 @@ pub(crate) mod exec;
 pub(crate) mod level;
 pub(crate) mod math;
 pub(crate) mod norm;
+pub(crate) mod page;
 pub(crate) mod pool;
 pub(crate) mod rope;
 pub(crate) mod rows;

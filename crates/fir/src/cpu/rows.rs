@@ -105,10 +105,19 @@ impl<'a, T: Element> Rows<'a, T> {
         self.len
     }
 
+    /// Elements per row.
+    pub(crate) fn row_len(&self) -> usize {
+        self.row
+    }
+
     /// Row `r`; panics past the last.
     #[inline(always)]
     pub(crate) fn row(&self, r: usize) -> &'a [T] {
         assert!(r < self.len, "row {r} of {}", self.len);
+        // Rows without elements have no memory to lie in.
+        if self.row == 0 {
+            return &[];
+        }
         let at = r / self.inner * self.strides[0] + r % self.inner * self.strides[1];
         &self.data[at..][..self.row]
     }

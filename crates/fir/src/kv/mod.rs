@@ -8,6 +8,8 @@ mod page_table;
 mod paged;
 mod ragged;
 
+pub(crate) use self::paged::NVFP4_BLOCK;
+
 pub use self::{
     page_table::PageTable,
     paged::{KvLayout, KvPool, PagedKv, PagedKvMut, PagedMla, PagedMlaMut},

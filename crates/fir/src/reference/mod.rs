@@ -6,6 +6,7 @@
 //! is measured from.
 
 pub mod norm;
+pub mod page;
 pub mod rope;
 
 use crate::error::Result;

@@ -139,22 +139,16 @@ impl E2m1x2 {
     }
 
     /// Nearest codes, ties to the even code; saturates at 6, NaN becomes 0.
+    #[inline]
     pub fn from_f32(x: [f32; 2]) -> Self {
         let one = |x: f32| {
-            // Midpoints between neighbours; at a tie the code with an even mantissa bit wins.
+            // How many midpoints between neighbours lie below; at a tie the code with an even mantissa bit wins.
+            // Sums of comparisons: no branch, so a loop over this becomes vectors.
             let a = x.abs();
-            let code = match a {
-                a if a <= 0.25 => 0,
-                a if a < 0.75 => 1,
-                a if a <= 1.25 => 2,
-                a if a < 1.75 => 3,
-                a if a <= 2.5 => 4,
-                a if a < 3.5 => 5,
-                a if a <= 5.0 => 6,
-                a if a > 5.0 => 7,
-                _ => 0,
-            };
-            code | if x.is_sign_negative() && !x.is_nan() { 8 } else { 0 }
+            let low = u8::from(a > 0.25) + u8::from(a >= 0.75) + u8::from(a > 1.25) + u8::from(a >= 1.75);
+            let high = u8::from(a > 2.5) + u8::from(a >= 3.5) + u8::from(a > 5.0);
+            let negative = x.is_sign_negative() & !x.is_nan();
+            (low + high) | u8::from(negative) << 3
         };
         Self(one(x[0]) | one(x[1]) << 4)
     }
