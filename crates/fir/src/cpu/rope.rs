@@ -6,8 +6,9 @@
 use std::ops::Range;
 
 use super::exec::Cpu;
+use super::page::divide;
 use super::pool::RowsMut;
-use super::rows::{Rows, narrow, parts_for, widen, with_float};
+use super::rows::{Rows, for_parts, narrow, parts_for, widen, with_float, with_float8};
 use super::vector::{Kernel, Lane, Vector};
 use crate::error::Result;
 use crate::tensor::{TensorMut, TensorRef};
@@ -187,10 +188,67 @@ impl<T: Lane> Kernel for Rotate<'_, T> {
     }
 }
 
+/// Rows to be rotated by their tokens' positions, or not, then divided by a scale and rounded.
+pub(crate) struct Quantize<'a> {
+    pub(crate) args: [&'static str; 2],
+    /// `[nnz, heads, dim]` or `[nnz, dim]`
+    pub(crate) x: TensorRef<'a>,
+    pub(crate) turn: Option<(&'a Angles<'a>, &'a [i64])>,
+    pub(crate) scale: f32,
+    /// as `x`, any float type but fp4
+    pub(crate) out: TensorMut<'a>,
+}
+
+pub(crate) fn quantize(cpu: &Cpu, op: &'static str, job: Quantize<'_>) -> Result<()> {
+    let Quantize { args, x, turn, scale, out } = job;
+    let heads = if x.shape().len() == 3 { x.shape()[1] } else { 1 };
+    with_float!(op, args[0], x.dtype(), S => {
+        let x = Rows::<S>::new(op, args[0], x)?;
+        with_float8!(op, args[1], out.dtype(), D => {
+            let out = RowsMut::<D>::new(op, args[1], out)?;
+            for_parts(cpu, out, |out| cpu.run(QuantizeRows { x, heads, turn, scale, out }));
+            Ok(())
+        })
+    })
+}
+
+struct QuantizeRows<'a, S, D> {
+    x: Rows<'a, S>,
+    heads: usize,
+    turn: Option<(&'a Angles<'a>, &'a [i64])>,
+    scale: f32,
+    out: RowsMut<'a, D>,
+}
+
+impl<S: Lane, D: Lane> Kernel for QuantizeRows<'_, S, D> {
+    type Out = ();
+    #[inline(always)]
+    fn run<V: Vector>(mut self, v: V) {
+        let Some((angles, positions)) = self.turn else {
+            for r in self.out.range() {
+                divide(v, self.x.row(r), self.scale, self.out.row(r));
+            }
+            return;
+        };
+        let mut row = vec![0f32; self.x.row_len()];
+        let mut turn = Turn::new(angles);
+        let mut token = usize::MAX;
+        for r in self.out.range() {
+            if r / self.heads != token {
+                token = r / self.heads;
+                turn.to(angles, positions[token]);
+            }
+            widen(v, self.x.row(r), &mut row);
+            turn.rotate(v, &mut row);
+            divide(v, &row, self.scale, self.out.row(r));
+        }
+    }
+}
+
 pub(crate) fn cos_sin_cache(cpu: &Cpu, op: &'static str, frequencies: &[f64], out: TensorMut<'_>) -> Result<()> {
     let out = RowsMut::<f32>::new(op, "out", out)?;
     let angles = &Angles::formula(frequencies.to_vec(), false);
-    super::rows::for_parts(cpu, out, |out| cpu.run(Table { angles, out }));
+    for_parts(cpu, out, |out| cpu.run(Table { angles, out }));
     Ok(())
 }
 

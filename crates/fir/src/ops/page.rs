@@ -8,7 +8,7 @@ use crate::cpu::page::{Move, Target};
 use crate::error::{Error, Result};
 use crate::exec::Exec;
 use crate::kv::{PageTable, PagedKvMut, PagedMlaMut, Ragged};
-use crate::tensor::{DType, Dims, TensorMut, TensorRef};
+use crate::tensor::{DType, Dims, Layout, TensorMut, TensorRef};
 
 /// Where each of `nnz` tokens goes in a paged cache.
 #[derive(Clone, Copy, Debug)]
@@ -236,7 +236,11 @@ pub(super) fn check_rows(op: &'static str, arg: &'static str, t: &TensorRef<'_>)
     if !matches!(t.dtype(), DType::F32 | DType::F16 | DType::BF16) {
         return Err(Error::DType { op, arg, got: t.dtype().name(), want: "f32, f16 or bf16".into() });
     }
-    match (t.shape().last(), t.strides().last()) {
+    check_last_axis(op, arg, t.layout())
+}
+
+pub(super) fn check_last_axis(op: &'static str, arg: &'static str, layout: &Layout) -> Result<()> {
+    match (layout.shape().last(), layout.strides().last()) {
         (Some(&dim), Some(&stride)) if dim > 1 && stride != 1 => {
             Err(Error::layout(op, arg, format!("stride {stride} of the last axis"), "1"))
         }

@@ -19,6 +19,12 @@ pub fn apply_rope(p: Precision, x: TensorRef<'_>, positions: &[i64], rope: &Rope
     })
 }
 
+/// [`apply_rope`], stored, then divided by `scale` and stored again: what a fused rotation and quantization is worth.
+pub fn rope_quantize(p: Precision, x: TensorRef<'_>, positions: &[i64], rope: &Rope, scale: f32) -> Result<Vec<f64>> {
+    let rotated = apply_rope(p, x, positions, rope)?;
+    Ok(rotated.into_iter().map(|x| p.store(p.acc(x / f64::from(scale)))).collect())
+}
+
 /// As [`apply_rope`], with cosines and sines from `table: [max_position, rotary_dim]`.
 pub fn apply_rope_with_cache(
     p: Precision,

@@ -1,6 +1,10 @@
-use fir::kv::Ragged;
+use fir::kv::{KvLayout, PagedKvMut, PagedMlaMut, Ragged};
+use fir::page::{Slots, append_paged_kv, append_paged_mla};
 use fir::reference;
-use fir::rope::{Angles, Positions, apply_rope, apply_rope_in_place, cos_sin_cache};
+use fir::rope::{
+    Angles, Positions, Roped, RopedKv, RopedMla, apply_rope, apply_rope_in_place, cos_sin_cache, rope_quantize,
+    rope_quantize_append_paged_kv, rope_quantize_append_paged_mla,
+};
 use fir::testing::Rng;
 use fir::variant::{Llama31, Rope};
 use fir::{DType, Exec, Tensor, TensorMut, TensorRef};
@@ -230,4 +234,271 @@ fn nothing_to_rotate_is_no_error() {
     }
     let mut none = Tensor::zeros(DType::F32, &[0, 4]).unwrap();
     cos_sin_cache(&exec, &Rope::default(), none.view_mut()).unwrap();
+}
+
+const FLOATS8: [DType; 5] = [DType::F32, DType::F16, DType::BF16, DType::E4M3, DType::E5M2];
+const POSITIONS: [i64; 5] = [0, 4000, 7, 1_000_000, 31];
+/// Slots of a pool of 3 pages of 4 tokens; the fourth token goes nowhere.
+const SLOTS: [i64; 5] = [9, 2, 3, -1, 0];
+
+fn wanted() -> Vec<Option<usize>> {
+    SLOTS.iter().map(|&s| usize::try_from(s).ok()).collect()
+}
+
+fn zeros_like(x: &Tensor, dtype: DType) -> Tensor {
+    Tensor::zeros(dtype, x.shape()).unwrap()
+}
+
+/// `x / scale` as a reference.
+fn divided(p: reference::Precision, x: TensorRef<'_>, scale: f32) -> fir::Result<Vec<f64>> {
+    Ok(reference::values(x)?.into_iter().map(|x| p.store(p.acc(x / f64::from(scale)))).collect())
+}
+
+#[test]
+fn rope_quantize_matches_reference() {
+    let pos = ids(&POSITIONS);
+    every_exec(|exec| {
+        let mut rng = Rng::new(6);
+        for (i, (from, to)) in FLOATS.iter().flat_map(|&f| FLOATS8.map(|t| (f, t))).enumerate() {
+            for (rope_dim, nope_dim) in [(64, 512), (2, 3), (38, 7)] {
+                let rope = ropes()[(i + rope_dim) % 4];
+                let what = format!("{exec:?} {from} to {to}, {rope_dim} {nope_dim} {rope:?}");
+                let q = [rng.tensor(from, &[5, 3, rope_dim]), rng.tensor(from, &[5, 3, nope_dim])];
+                let k = [rng.tensor(from, &[5, rope_dim]), rng.tensor(from, &[5, nope_dim])];
+                let [mut q_out, mut k_out] = [&q, &k].map(|x| [zeros_like(&x[0], to), zeros_like(&x[1], to)]);
+                let roped =
+                    |x: &'_ [Tensor; 2], out: &'_ mut [Tensor; 2], scale: f32, run: &mut dyn FnMut(Roped<'_>)| {
+                        let [rope_out, nope_out] = out;
+                        run(Roped {
+                            rope: x[0].view(),
+                            rope_out: rope_out.view_mut(),
+                            nope: Some((x[1].view(), nope_out.view_mut())),
+                            scale,
+                        });
+                    };
+                roped(&q, &mut q_out, 0.37, &mut |q| {
+                    let mut q = Some(q);
+                    roped(&k, &mut k_out, 3.0, &mut |k| {
+                        rope_quantize(exec, q.take().unwrap(), k, Positions::Ids(pos.view()), rope).expect(&what);
+                    });
+                });
+                for (x, out, scale) in [(&q, &q_out, 0.37), (&k, &k_out, 3.0)] {
+                    let heads = x[0].shape().len() - 1;
+                    let three = x[0].view().reshape(&[5, [1, 3][heads - 1], rope_dim]).unwrap();
+                    assert_matches(&what, out[0].view(), rope_dim, |p| {
+                        reference::rope::rope_quantize(p, three, &POSITIONS, &rope, scale)
+                    });
+                    assert_matches(&what, out[1].view(), nope_dim, |p| divided(p, x[1].view(), scale));
+                }
+            }
+        }
+    });
+}
+
+/// Two pools of 3 pages of 4 tokens.
+fn pools(rng: &mut Rng, dtype: DType, heads: usize, dims: [usize; 2]) -> [Tensor; 2] {
+    dims.map(|dim| rng.tensor(dtype, &[3, 4, heads, dim]))
+}
+
+#[test]
+fn rope_quantize_append_matches_reference() {
+    let (pos, slots) = (ids(&POSITIONS), ids(&SLOTS));
+    every_exec(|exec| {
+        let mut rng = Rng::new(7);
+        for (i, (from, to)) in FLOATS.iter().flat_map(|&f| FLOATS8.map(|t| (f, t))).enumerate() {
+            for (rope_dim, nope_dim, vo) in [(64, 64, 128), (6, 0, 5), (10, 9, 19)] {
+                let rope = ropes()[(i + rope_dim) % 4];
+                let what = format!("{exec:?} {from} to {to}, {rope_dim} {nope_dim} {rope:?}");
+                let q = rng.tensor(from, &[5, 4, rope_dim]);
+                // The parts of a key as slices of one tensor.
+                let k = rng.tensor(from, &[5, 2, rope_dim + nope_dim]);
+                let (k_rope, k_nope) = (
+                    k.view().slice(2, 0..rope_dim).unwrap(),
+                    k.view().slice(2, rope_dim..rope_dim + nope_dim).unwrap(),
+                );
+                let v = rng.tensor(from, &[5, 2, vo]);
+                let before = pools(&mut rng, to, 2, [rope_dim + nope_dim, vo]);
+                let [mut k_after, mut v_after] = before.clone();
+                let mut q_out = zeros_like(&q, to);
+                let cache = PagedKvMut::new(k_after.view_mut(), v_after.view_mut(), KvLayout::Nhd).unwrap();
+                rope_quantize_append_paged_kv(
+                    exec,
+                    Roped { rope: q.view(), rope_out: q_out.view_mut(), nope: None, scale: 0.5 },
+                    RopedKv {
+                        rope: k_rope,
+                        nope: (nope_dim > 0).then_some(k_nope),
+                        v: v.view(),
+                        slots: Slots::Mapping(slots.view()),
+                        cache: cache.with_scales(0.37, 2.0).unwrap(),
+                    },
+                    Positions::Ids(pos.view()),
+                    rope,
+                )
+                .expect(&what);
+                assert_matches(&what, q_out.view(), rope_dim, |p| {
+                    reference::rope::rope_quantize(p, q.view(), &POSITIONS, &rope, 0.5)
+                });
+                // The rotation of a whole key with a part that stays is the partial one.
+                let partial = Rope { rotary_dim: Some(rope_dim), ..rope };
+                assert_matches(&what, k_after.view(), rope_dim + nope_dim, |p| {
+                    let rotated = reference::rope::apply_rope(p, k.view(), &POSITIONS, &partial)?;
+                    reference::page::append_values(p, before[0].view(), &rotated, &wanted(), 0.37)
+                });
+                assert_matches(&what, v_after.view(), vo, |p| {
+                    reference::page::append(p, before[1].view(), v.view(), &wanted(), 2.0)
+                });
+            }
+        }
+    });
+}
+
+#[test]
+fn fused_append_of_f32_is_the_composition_bit_for_bit() {
+    let (pos, slots) = (ids(&POSITIONS), ids(&SLOTS));
+    let (positions, slots) = (Positions::Ids(pos.view()), Slots::Mapping(slots.view()));
+    every_exec(|exec| {
+        let mut rng = Rng::new(8);
+        for rope in ropes() {
+            let partial = Rope { rotary_dim: Some(22), ..rope };
+            let (q, k, v) = (
+                rng.tensor(DType::F32, &[5, 4, 32]),
+                rng.tensor(DType::F32, &[5, 2, 32]),
+                rng.tensor(DType::F32, &[5, 2, 48]),
+            );
+            let (q2, k2) = rotated(exec, q.view(), k.view(), positions, partial).unwrap();
+            let fused = |out: &mut Tensor, cache: PagedKvMut<'_>| {
+                let q = Roped { rope: q.view(), rope_out: out.view_mut(), nope: None, scale: 1.0 };
+                let kv = RopedKv { rope: k.view(), nope: None, v: v.view(), slots, cache };
+                rope_quantize_append_paged_kv(exec, q, kv, positions, partial).unwrap();
+            };
+            for to in FLOATS8 {
+                let [mut one, mut two] = [(); 2].map(|()| [32, 48].map(|d| Tensor::zeros(to, &[3, 4, 2, d]).unwrap()));
+                let mut q_out = zeros_like(&q, DType::F32);
+                let [ck, cv] = &mut one;
+                let target = PagedKvMut::new(ck.view_mut(), cv.view_mut(), KvLayout::Nhd).unwrap();
+                fused(&mut q_out, target.with_scales(0.37, 0.11).unwrap());
+                let [ck, cv] = &mut two;
+                let target = PagedKvMut::new(ck.view_mut(), cv.view_mut(), KvLayout::Nhd).unwrap();
+                append_paged_kv(exec, k2.view(), v.view(), slots, target.with_scales(0.37, 0.11).unwrap()).unwrap();
+                for (one, two) in one.iter().zip(&two) {
+                    assert_eq!(one.view().to_f32_vec().unwrap(), two.view().to_f32_vec().unwrap());
+                }
+                assert_eq!(q_out.view().to_f32_vec().unwrap(), q2.view().to_f32_vec().unwrap());
+            }
+            // NVFP4: codes and scales.
+            let new = || {
+                let codes = [16, 24].map(|d| Tensor::zeros(DType::E2M1x2, &[3, 4, 2, d]).unwrap());
+                (codes, [2, 3].map(|d| Tensor::zeros(DType::E4M3, &[3, 4, 2, d]).unwrap()))
+            };
+            let (mut one, mut two) = (new(), new());
+            fn target<'a>(c: &'a mut ([Tensor; 2], [Tensor; 2])) -> PagedKvMut<'a> {
+                let ([k, v], [ks, vs]) = c;
+                PagedKvMut::nvfp4(k.view_mut(), v.view_mut(), ks.view_mut(), vs.view_mut(), KvLayout::Nhd)
+                    .and_then(|c| c.with_scales(0.02, 0.5))
+                    .unwrap()
+            }
+            fused(&mut zeros_like(&q, DType::E4M3), target(&mut one));
+            append_paged_kv(exec, k2.view(), v.view(), slots, target(&mut two)).unwrap();
+            for i in 0..2 {
+                let codes = |c: &([Tensor; 2], [Tensor; 2])| c.0[i].as_slice::<fir::tensor::E2m1x2>().unwrap().to_vec();
+                assert_eq!(codes(&one), codes(&two));
+                assert!(codes(&one).iter().any(|c| c.0 != 0));
+                assert_eq!(one.1[i].view().to_f32_vec().unwrap(), two.1[i].view().to_f32_vec().unwrap());
+            }
+        }
+    });
+}
+
+#[test]
+fn latent_rope_quantize_append_matches_reference_and_composition() {
+    let (pos, slots) = (ids(&POSITIONS), ids(&SLOTS));
+    let (positions, slots) = (Positions::Ids(pos.view()), Slots::Mapping(slots.view()));
+    every_exec(|exec| {
+        let mut rng = Rng::new(9);
+        for (from, to) in FLOATS.iter().flat_map(|&f| FLOATS8.map(|t| (f, t))) {
+            let rope = Rope { interleave: true, ..Rope::default() };
+            let what = format!("{exec:?} {from} to {to}");
+            let (q_pe, q_nope) = (rng.tensor(from, &[5, 4, 64]), rng.tensor(from, &[5, 4, 100]));
+            let (kpe, ckv) = (rng.tensor(from, &[5, 64]), rng.tensor(from, &[5, 100]));
+            let before = [100, 64].map(|d| rng.tensor(to, &[3, 4, d]));
+            let [mut ckv_after, mut kpe_after] = before.clone();
+            let (mut q_pe_out, mut q_nope_out) = (zeros_like(&q_pe, to), zeros_like(&q_nope, to));
+            let cache = PagedMlaMut::new(ckv_after.view_mut(), kpe_after.view_mut()).unwrap();
+            let q = Roped {
+                rope: q_pe.view(),
+                rope_out: q_pe_out.view_mut(),
+                nope: Some((q_nope.view(), q_nope_out.view_mut())),
+                scale: 2.0,
+            };
+            let kv = RopedMla { kpe: kpe.view(), ckv: ckv.view(), slots, cache: cache.with_scales(0.3, 0.7).unwrap() };
+            rope_quantize_append_paged_mla(exec, q, kv, positions, rope).expect(&what);
+            assert_matches(&what, q_pe_out.view(), 64, |p| {
+                reference::rope::rope_quantize(p, q_pe.view(), &POSITIONS, &rope, 2.0)
+            });
+            assert_matches(&what, q_nope_out.view(), 100, |p| divided(p, q_nope.view(), 2.0));
+            let one_head = kpe.view().reshape(&[5, 1, 64]).unwrap();
+            assert_matches(&what, kpe_after.view(), 64, |p| {
+                let rotated = reference::rope::apply_rope(p, one_head, &POSITIONS, &rope)?;
+                reference::page::append_values(p, before[1].view(), &rotated, &wanted(), 0.7)
+            });
+            assert_matches(&what, ckv_after.view(), 100, |p| {
+                reference::page::append(p, before[0].view(), ckv.view(), &wanted(), 0.3)
+            });
+            if from == DType::F32 {
+                let none = Tensor::zeros(from, &[5, 0, 64]).unwrap();
+                let (kpe2, _) = rotated(exec, one_head, none.view(), positions, rope).unwrap();
+                let [mut ckv2, mut kpe_cache2] = before.clone();
+                let cache = PagedMlaMut::new(ckv2.view_mut(), kpe_cache2.view_mut()).unwrap().with_scales(0.3, 0.7);
+                let kpe2 = kpe2.reshaped(&[5, 64]).unwrap();
+                append_paged_mla(exec, ckv.view(), kpe2.view(), slots, cache.unwrap()).unwrap();
+                assert_eq!(ckv2.view().to_f32_vec().unwrap(), ckv_after.view().to_f32_vec().unwrap());
+                assert_eq!(kpe_cache2.view().to_f32_vec().unwrap(), kpe_after.view().to_f32_vec().unwrap());
+            }
+        }
+    });
+}
+
+#[test]
+fn fused_arguments_are_all_checked_before_anything_is_written() {
+    let exec = Exec::cpu().unwrap();
+    let ones = |dtype, shape: &[usize]| Tensor::from_f32(dtype, &vec![1.0; shape.iter().product()], shape).unwrap();
+    let (q, k, v) = (ones(DType::F16, &[2, 2, 8]), ones(DType::F16, &[2, 1, 8]), ones(DType::F16, &[2, 1, 4]));
+    let run = |k: &Tensor, nope: Option<&Tensor>, v: &Tensor, slots: [i64; 2], rope: Rope, out: DType, scale: f32| {
+        let (pos, slots) = (ids(&[0, 1]), ids(&slots));
+        let mut q_out = Tensor::zeros(out, &[2, 2, 8]).unwrap();
+        let [mut ck, mut cv] = [8, 4].map(|d| Tensor::zeros(DType::E4M3, &[2, 4, 1, d]).unwrap());
+        let err = rope_quantize_append_paged_kv(
+            &exec,
+            Roped { rope: q.view(), rope_out: q_out.view_mut(), nope: None, scale },
+            RopedKv {
+                rope: k.view(),
+                nope: nope.map(Tensor::view),
+                v: v.view(),
+                slots: Slots::Mapping(slots.view()),
+                cache: PagedKvMut::new(ck.view_mut(), cv.view_mut(), KvLayout::Nhd).unwrap(),
+            },
+            Positions::Ids(pos.view()),
+            rope,
+        )
+        .unwrap_err();
+        if out == DType::E4M3 {
+            for t in [&q_out, &ck, &cv] {
+                assert!(t.view().to_f32_vec().unwrap().iter().all(|&x| x == 0.0), "written in spite of: {err}");
+            }
+        }
+        err.to_string()
+    };
+    let (rope, fp8) = (Rope::default(), DType::E4M3);
+    assert!(run(&k, None, &v, [0, 8], rope, fp8, 1.0).contains("8 at token 1"));
+    assert!(run(&k, None, &v, [3, 3], rope, fp8, 1.0).contains("tokens 0 and 1"));
+    assert!(run(&k, None, &v, [0, 1], Rope { theta: -1.0, ..rope }, fp8, 1.0).contains("theta -1"));
+    assert!(run(&k, None, &v, [0, 1], rope, DType::I8, 1.0).contains("`q.rope_out` is i8"));
+    assert!(run(&k, None, &v, [0, 1], rope, fp8, f32::NAN).contains("`q.scale` is NaN"));
+    assert!(run(&k, None, &v, [0, 1], rope, fp8, 0.0).contains("`q.scale` is 0"));
+    assert!(run(&k, Some(&v), &v, [0, 1], rope, fp8, 1.0).contains("head_dim_qk=8"));
+    let f32_nope = ones(DType::F32, &[2, 1, 4]);
+    assert!(run(&k, Some(&f32_nope), &v, [0, 1], rope, fp8, 1.0).contains("`kv.nope` is f32"));
+    assert!(run(&k, None, &k, [0, 1], rope, fp8, 1.0).contains("head_dim_vo=4"));
+    assert!(run(&ones(DType::F16, &[2, 1, 6]), None, &v, [0, 1], rope, fp8, 1.0).contains("rope_dim=6"));
+    assert!(run(&ones(DType::F16, &[3, 1, 8]), None, &v, [0, 1], rope, fp8, 1.0).contains("nnz=3"));
 }
