@@ -16,7 +16,7 @@ pub mod tensor;
 pub mod testing;
 pub mod variant;
 
-pub use crate::ops::{activation, attention, gemm, norm, sampling, speculative, topk};
+pub use crate::ops::{activation, attention, gemm, norm, page, rope, sampling, speculative, topk};
 pub use crate::{
     error::{Error, Result},
     exec::Exec,

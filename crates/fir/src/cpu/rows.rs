@@ -115,6 +115,11 @@ impl<'a, T: Element> Rows<'a, T> {
         self.len
     }
 
+    /// Elements per row.
+    pub(crate) fn row_len(&self) -> usize {
+        self.row
+    }
+
     /// Row `r`; panics past the last.
     #[inline(always)]
     pub(crate) fn row(&self, r: usize) -> &'a [T] {
@@ -122,6 +127,7 @@ impl<'a, T: Element> Rows<'a, T> {
         if self.row == 0 {
             return &[];
             return &[]; // There is no memory behind rows of no elements, whatever their strides.
+        // Rows without elements have no memory to lie in.
         }
         let at = r / self.inner * self.strides[0] + r % self.inner * self.strides[1];
         &self.data[at..][..self.row]

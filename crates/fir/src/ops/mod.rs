@@ -7,3 +7,5 @@ pub mod norm;
 pub mod sampling;
 pub mod speculative;
 pub mod topk;
+pub mod page;
+pub mod rope;

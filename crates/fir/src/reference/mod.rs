@@ -12,6 +12,8 @@ pub mod norm;
 pub mod sampling;
 pub mod speculative;
 pub mod topk;
+pub mod page;
+pub mod rope;
 
 use crate::error::Result;
 use crate::tensor::{DType, E4m3, E5m2, Float, TensorRef, bf16, f16};

@@ -89,6 +89,13 @@ fn check_range(layout: &Layout, axis: usize, range: &Range<usize>) -> Result<()>
     Ok(())
 }
 
+/// Byte offset of entry `index` of `axis`; 0, which is aligned, for one past `bytes`: only a slice without elements
+/// starts there.
+fn start_of(layout: &Layout, axis: usize, index: usize, dtype: DType, bytes: usize) -> usize {
+    let start = index.checked_mul(layout.strides()[axis]).and_then(|at| at.checked_mul(dtype.size()));
+    start.filter(|&at| at <= bytes).unwrap_or(0)
+}
+
 impl Tensor {
     /// Zeros.
     pub fn zeros(dtype: DType, shape: &[usize]) -> Result<Self> {
@@ -167,7 +174,8 @@ impl Tensor {
         TensorMut { bytes: self.bytes_mut(), dtype, layout }
     }
 
-    fn bytes_mut(&mut self) -> &mut [u8] {
+    /// The memory of its elements.
+    pub(super) fn bytes_mut(&mut self) -> &mut [u8] {
         let n = self.layout.len() * self.dtype.size();
         &mut bytemuck::cast_slice_mut(&mut self.lines)[..n]
     }
@@ -245,9 +253,9 @@ impl<'a> TensorRef<'a> {
     /// The entries `range` of `axis`.
     pub fn slice(self, axis: usize, range: Range<usize>) -> Result<Self> {
         check_range(&self.layout, axis, &range)?;
-        let start = range.start * self.layout.strides()[axis] * self.dtype.size();
+        let start = start_of(&self.layout, axis, range.start, self.dtype, self.bytes.len());
         let layout = self.layout.narrow(axis, range.len());
-        Ok(Self { bytes: self.bytes.get(start..).unwrap_or(&[]), layout, ..self })
+        Ok(Self { bytes: &self.bytes[start..], layout, ..self })
     }
 
     /// Entry `index` of `axis`, which disappears.
@@ -394,9 +402,9 @@ impl<'a> TensorMut<'a> {
     /// The entries `range` of `axis`.
     pub fn slice(self, axis: usize, range: Range<usize>) -> Result<Self> {
         check_range(&self.layout, axis, &range)?;
-        let start = range.start * self.layout.strides()[axis] * self.dtype.size();
+        let start = start_of(&self.layout, axis, range.start, self.dtype, self.bytes.len());
         let layout = self.layout.narrow(axis, range.len());
-        Ok(Self { bytes: self.bytes.get_mut(start..).unwrap_or(&mut []), layout, dtype: self.dtype })
+        Ok(Self { bytes: &mut self.bytes[start..], layout, dtype: self.dtype })
     }
 
     /// Entry `index` of `axis`, which disappears.
@@ -522,6 +530,11 @@ mod tests {
         assert!(t.slice(1, 2..4).is_err());
         assert!(t.select(0, 2).is_err());
         assert_eq!(t.slice(0, 2..2).unwrap().to_f32_vec().unwrap(), []);
+        // Nothing, from past the end of the memory, and from an offset that overflows.
+        let t = TensorRef::strided(&data, &[2, 3], &[21, 1]).unwrap();
+        assert_eq!(t.slice(0, 2..2).unwrap().to_f32_vec().unwrap(), []);
+        let t = TensorRef::strided(&data, &[1, 2], &[usize::MAX, 1]).unwrap();
+        assert_eq!(t.slice(0, 1..1).unwrap().to_f32_vec().unwrap(), []);
     }
 
     #[test]

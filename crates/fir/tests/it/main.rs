@@ -6,6 +6,8 @@ mod gemm;
 mod norm;
 mod sampling;
 mod speculative;
+mod page;
+mod rope;
 mod support;
 mod variant;
 mod topk;
