@@ -5,11 +5,11 @@ mod cpu;
 pub mod env;
 pub mod error;
 pub mod exec;
+pub mod filters;
 pub mod kv;
 mod ops;
-pub mod plan;
-pub mod filters;
 pub mod philox;
+pub mod plan;
 pub mod reference;
 pub mod tensor;
 #[cfg(any(test, feature = "testing"))]

@@ -125,9 +125,7 @@ impl<'a, T: Element> Rows<'a, T> {
     pub(crate) fn row(&self, r: usize) -> &'a [T] {
         assert!(r < self.len, "row {r} of {}", self.len);
         if self.row == 0 {
-            return &[];
             return &[]; // There is no memory behind rows of no elements, whatever their strides.
-        // Rows without elements have no memory to lie in.
         }
         let at = r / self.inner * self.strides[0] + r % self.inner * self.strides[1];
         &self.data[at..][..self.row]

@@ -9,6 +9,7 @@ mod params;
 mod rope;
 pub(crate) mod row;
 mod spec;
+
 pub use self::cuda::cuda_source;
 pub use self::eval::{RowCtx, Side};
 pub use self::expr::{
@@ -18,20 +19,22 @@ pub use self::expr::{
 pub use self::library::{
     alibi, causal, custom_mask, multi_item, rope_llama, rope_llama31, sigmoid, sink, sliding_window, soft_cap,
     standard, tree_mask,
+};
 pub use self::params::{Bound, ParamType, Params};
 pub use self::rope::{Llama31, Rope};
 pub use self::spec::{
     Declare, Hooks, Normalize, Transform, Variant, init, key, logits, mask, output, plain, query, rope, scale, value,
     variant,
+};
 pub(crate) use self::{
     expr::{Binary, Unary},
     interval::{Block, Visible},
     params::{bit, clamped},
     rope::frequencies,
     row::RowProgram,
+};
+
 /// What a variant's mask says of a whole block; all is visible without a mask.
 pub(crate) fn visible_in(variant: &Variant, bound: Option<&Bound<'_>>, block: &Block) -> Visible {
     variant.0.mask.as_ref().map_or(Visible::All, |mask| interval::block(variant, mask, bound, block))
 }
-//! Attention variants.
-pub(crate) use self::rope::frequencies;

@@ -1,13 +1,13 @@
 //! One binary for all integration tests: a file per operator, every implementation against the reference.
 
-mod attention;
 mod activation;
+mod attention;
 mod gemm;
 mod norm;
-mod sampling;
-mod speculative;
 mod page;
 mod rope;
+mod sampling;
+mod speculative;
 mod support;
-mod variant;
 mod topk;
+mod variant;

@@ -73,6 +73,9 @@ impl<'a> Operand<'a> {
     pub(crate) fn widen_row<V: Vector>(&self, v: V, [a, b, c]: [usize; 3], out: &mut [f32]) {
         let [s, t, u] = self.strides;
         let at = a * s + b * t + c * u;
+        if self.dim == 0 {
+            return out.fill(0.0); // There is no memory behind rows of no elements.
+        }
         match self.elements {
             Elements::F32(x) => widen(v, &x[at..][..self.dim], out),
             Elements::F16(x) => widen(v, &x[at..][..self.dim], out),
@@ -92,6 +95,9 @@ impl<'a> Operand<'a> {
     pub(crate) fn prefetch_row<V: Vector>(&self, v: V, [a, b, c]: [usize; 3]) {
         let [s, t, u] = self.strides;
         let at = a * s + b * t + c * u;
+        if self.dim == 0 {
+            return;
+        }
         match self.elements {
             Elements::F32(x) => v.prefetch(&x[at..][..self.dim]),
             Elements::F16(x) => v.prefetch(&x[at..][..self.dim]),

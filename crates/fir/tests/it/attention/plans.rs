@@ -504,7 +504,7 @@ fn single_and_ragged_and_decode_match_reference() {
                     (poisoned(DType::BF16, &[q_len, heads, dim]), poisoned(DType::F32, &[q_len, heads]));
                 let (variant, params) = (variant::causal(), Params::new());
                 let what = format!("{exec:?} {layout:?} {q_len} {kv_len}");
-                let args = SingleArgs {
+                let mut args = SingleArgs {
                     q: q.view(),
                     k: k.view(),
                     v: v.view(),
@@ -516,12 +516,9 @@ fn single_and_ragged_and_decode_match_reference() {
                     lse: Some(lse.view_mut()),
                 };
                 if q_len == 1 {
-                    let args = SingleArgs {
-                        q: args.q.select(0, 0).unwrap(),
-                        out: out.view_mut().select(0, 0).unwrap(),
-                        lse: Some(lse.view_mut().select(0, 0).unwrap()),
-                        ..args
-                    };
+                    args.q = args.q.select(0, 0).unwrap();
+                    args.out = args.out.select(0, 0).unwrap();
+                    args.lse = args.lse.map(|lse| lse.select(0, 0).unwrap());
                     single_decode(exec, args).unwrap();
                 } else {
                     single_prefill(exec, args).unwrap();
