@@ -15,7 +15,7 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
 use super::rows::three_axes;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::tensor::{Element, TensorMut};
 
 /// Spins before sleeping: about 20 µs, longer than the gap between two operators of a model's layer.
@@ -221,6 +221,12 @@ impl<'a, T: Element> RowsMut<'a, T> {
         Ok(Self { start: data.as_mut_ptr(), inner: shape[1], strides, row: shape[2], range, life: PhantomData })
     }
 
+    /// Takes over a slice as rows of `row` elements; what is left over is no row.
+    pub(crate) fn from_slice(data: &'a mut [T], row: usize) -> Self {
+        let range = 0..data.len() / row.max(1);
+        Self { start: data.as_mut_ptr(), inner: 1, strides: [row, 0], row, range, life: PhantomData }
+    }
+
     /// The rows it holds, numbered as in the whole tensor.
     pub(crate) fn range(&self) -> Range<usize> {
         self.range.clone()
@@ -256,11 +262,108 @@ impl<'a, T: Element> RowsMut<'a, T> {
         unsafe { std::slice::from_raw_parts_mut(self.start.add(at), self.row) }
     }
 
+    /// Cuts into consecutive values of these numbers of rows.
+    ///
+    /// # Panics
+    /// If they are more rows than there are.
+    pub(crate) fn cut(self, rows: impl IntoIterator<Item = usize>) -> Vec<Self> {
+        let Range { start: mut at, end } = self.range;
+        let next = |n| {
+            assert!(n <= end - at, "{n} rows of {}", end - at);
+            let range = at..at + n;
+            at += n;
+            Self { range, life: PhantomData, ..self }
+        };
+        rows.into_iter().map(next).collect()
+    }
+
     /// Cuts into at most `parts` values of equal numbers of rows.
     pub(crate) fn split(self, parts: usize) -> Vec<Self> {
         let Range { start: first, end } = self.range;
         let each = (end - first).div_ceil(parts.max(1)).max(1);
         (first..end).step_by(each).map(|r| Self { range: r..end.min(r + each), life: PhantomData, ..self }).collect()
+    }
+
+    /// Cuts every row into pieces of `width` elements, the last one shorter; one value per piece, of all rows.
+    pub(crate) fn split_columns(self, width: usize) -> Vec<Self> {
+        let Self { start, row, .. } = self;
+        // Pieces of a row do not overlap, and stay inside it: so the reasons given for `row_unchecked` hold.
+        (0..row)
+            .step_by(width.max(1))
+            .map(|c| Self { start: start.wrapping_add(c), row: width.min(row - c), range: self.range.clone(), ..self })
+            .collect()
+    }
+}
+
+/// Slots of a paged tensor `[pages, page_size, heads, row]`, or `[pages, page_size, row]` for one head, for exclusive
+/// use; slot `s` is `(s / page_size, s % page_size)` and holds a row per head.
+pub(crate) struct SlotsMut<'a, T> {
+    /// First element of the whole tensor.
+    start: *mut T,
+    page_size: usize,
+    heads: usize,
+    /// Of pages, slots and heads.
+    strides: [usize; 3],
+    row: usize,
+    /// The slots that this value may touch.
+    range: Range<usize>,
+    life: PhantomData<&'a mut [T]>,
+}
+
+// SAFETY: it stands for a `&mut [T]`; no other value reaches its slots.
+unsafe impl<T: Send> Send for SlotsMut<'_, T> {}
+
+impl<'a, T: Element> SlotsMut<'a, T> {
+    /// Takes over `out`, of element type `T`, rank 3 or 4, and rows that are contiguous.
+    pub(crate) fn new(op: &'static str, arg: &'static str, out: TensorMut<'a>) -> Result<Self> {
+        let (data, layout) = out.typed::<T>(op, arg)?.into_parts();
+        debug_assert!(!layout.may_alias() && layout.extent() <= data.len());
+        let (page_size, heads, row, strides, last) = match (layout.shape(), layout.strides()) {
+            (&[_, p, r], &[s, t, u]) => (p, 1, r, [s, t, 0], u),
+            (&[_, p, h, r], &[s, t, w, u]) => (p, h, r, [s, t, w], u),
+            (shape, _) => {
+                let axes = "[pages, page_size, heads, row]".into();
+                return Err(Error::Rank { op, arg, got: shape.len(), want: 4, axes });
+            }
+        };
+        if last != 1 && row > 1 {
+            return Err(Error::layout(op, arg, format!("stride {last} of the last axis"), "1"));
+        }
+        let range = 0..layout.shape()[0] * page_size;
+        Ok(Self { start: data.as_mut_ptr(), page_size, heads, strides, row, range, life: PhantomData })
+    }
+
+    /// The row of `head` in `slot`.
+    ///
+    /// # Panics
+    /// If the slot is not this value's or there is no such head.
+    #[inline(always)]
+    pub(crate) fn row(&mut self, slot: usize, head: usize) -> &mut [T] {
+        assert!(self.range.contains(&slot) && head < self.heads, "slot {slot} of {:?}, head {head}", self.range);
+        if self.row == 0 {
+            return &mut [];
+        }
+        let [pages, slots, heads] = self.strides;
+        let at = slot / self.page_size * pages + slot % self.page_size * slots + head * heads;
+        // SAFETY: slot and head are in range, so the row lies inside the slice that `new` took over for `'a`; its
+        // layout reaches no element twice, so rows do not overlap; no other value has this slot, and `&mut self`
+        // keeps a second reference from this one away.
+        unsafe { std::slice::from_raw_parts_mut(self.start.add(at), self.row) }
+    }
+
+    /// Cuts into consecutive values of these numbers of slots.
+    ///
+    /// # Panics
+    /// If they are more slots than there are.
+    pub(crate) fn cut(self, slots: impl IntoIterator<Item = usize>) -> Vec<Self> {
+        let Range { start: mut at, end } = self.range;
+        let next = |n| {
+            assert!(n <= end - at, "{n} slots of {}", end - at);
+            let range = at..at + n;
+            at += n;
+            Self { range, life: PhantomData, ..self }
+        };
+        slots.into_iter().map(next).collect()
     }
 }
 
@@ -284,8 +387,10 @@ impl<'a, T: Element> RowsOnce<'a, T> {
     /// If it is out of range or was taken before: both are faults of the schedule, not of the user's input.
     #[inline(always)]
     pub(crate) fn take(&self, r: usize) -> &'a mut [T] {
-        assert_eq!(self.taken[r].swap(1, Ordering::Relaxed), 0, "row {r} was taken before");
-        // SAFETY: `r` indexed `taken`, so it is in range (a whole tensor's starts at 0), and it was not taken before.
+        let i = r.wrapping_sub(self.rows.range.start);
+        assert_eq!(self.taken[i].swap(1, Ordering::Relaxed), 0, "row {r} was taken before");
+        // SAFETY: `i` indexed `taken`, which has an entry for each row of the range, so `r` is in range, and it was
+        // not taken before.
         unsafe { self.rows.row_unchecked(r) }
     }
 }
@@ -344,6 +449,49 @@ mod tests {
         drop(rows);
         assert_eq!(data[20..22], [1.0, 1.0]);
         assert_eq!(data.iter().sum::<f32>(), 2.0);
+        // A part gives out its own rows only.
+        let out = TensorMut::new(&mut data, &[12, 2]).unwrap();
+        let part = RowsMut::<f32>::new("t", "x", out).unwrap().split(2).remove(1);
+        let rows = RowsOnce::new(part);
+        assert!(catch_unwind(AssertUnwindSafe(|| rows.take(0).len())).is_err());
+        rows.take(6).fill(3.0);
+        drop(rows);
+        assert_eq!(data[12..14], [3.0, 3.0]);
+    }
+
+    #[test]
+    fn cut_rows_are_consecutive_and_within_the_tensor() {
+        fn rows(data: &mut [f32]) -> RowsMut<'_, f32> {
+            RowsMut::new("t", "x", TensorMut::new(data, &[12, 2]).unwrap()).unwrap()
+        }
+        let mut data = [0f32; 24];
+        let ranges: Vec<_> = rows(&mut data).cut([3, 0, 5]).iter().map(RowsMut::range).collect();
+        assert_eq!(ranges, [0..3, 3..3, 3..8]);
+        assert!(catch_unwind(AssertUnwindSafe(|| rows(&mut data).cut([8, 5]).len())).is_err());
+    }
+
+    #[test]
+    fn slots_reach_their_rows_and_no_others() {
+        // Heads before tokens: [pages = 3, page_size = 2, heads = 2, row = 2], with a gap after each row.
+        let mut data = [0f32; 36];
+        let out = TensorMut::strided(&mut data, &[3, 2, 2, 2], &[12, 3, 6, 1]).unwrap();
+        let mut parts = SlotsMut::<f32>::new("t", "x", out).unwrap().cut([3, 0, 3]);
+        let mut last = parts.pop().unwrap();
+        assert!(catch_unwind(AssertUnwindSafe(|| last.row(2, 0).len())).is_err());
+        assert!(catch_unwind(AssertUnwindSafe(|| last.row(3, 2).len())).is_err());
+        assert!(catch_unwind(AssertUnwindSafe(|| parts[1].row(3, 0).len())).is_err());
+        Pool::new(2).scatter(vec![(parts.remove(0), 0..3), (last, 3..6)], |(mut part, slots)| {
+            for s in slots {
+                part.row(s, 0).fill(s as f32 + 1.0);
+                part.row(s, 1).fill(-(s as f32) - 1.0);
+            }
+        });
+        assert_eq!(data[..12], [1., 1., 0., 2., 2., 0., -1., -1., 0., -2., -2., 0.]);
+        assert_eq!(data[27..29], [6., 6.]);
+        let rank = TensorMut::new(&mut data, &[6, 6]).unwrap();
+        assert!(SlotsMut::<f32>::new("t", "x", rank).is_err());
+        let scattered = TensorMut::strided(&mut data, &[3, 2, 2], &[12, 6, 3]).unwrap();
+        assert!(SlotsMut::<f32>::new("t", "x", scattered).is_err());
     }
 
     #[test]
@@ -358,5 +506,22 @@ mod tests {
         });
         assert_eq!(data[..12], [1., 1., 0., 0., 2., 2., 0., 0., 3., 3., 0., 0.]);
         assert_eq!(data[20..22], [6.0, 6.0]);
+    }
+
+    #[test]
+    fn split_columns_cover_the_tensor() {
+        let mut data = [0f32; 18];
+        let out = TensorMut::strided(&mut data, &[2, 7], &[9, 1]).unwrap();
+        let parts = RowsMut::<f32>::new("t", "x", out).unwrap().split_columns(3);
+        assert_eq!(parts.iter().map(RowsMut::row_len).collect::<Vec<_>>(), [3, 3, 1]);
+        Pool::new(2).scatter(parts.into_iter().enumerate().collect(), |(c, mut part)| {
+            for r in part.range() {
+                part.row(r).fill((10 * r + c) as f32 + 1.0);
+            }
+        });
+        assert_eq!(data[..9], [1., 1., 1., 2., 2., 2., 3., 0., 0.]);
+        assert_eq!(data[9..], [11., 11., 11., 12., 12., 12., 13., 0., 0.]);
+        let none = TensorMut::strided(&mut data, &[0, 7], &[9, 1]).unwrap();
+        assert!(RowsMut::<f32>::new("t", "x", none).unwrap().split_columns(3).iter().all(|p| p.range().is_empty()));
     }
 }

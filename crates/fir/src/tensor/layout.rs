@@ -70,7 +70,11 @@ impl Layout {
                 .checked_mul(shape[a].max(1))
                 .ok_or_else(|| Error::layout(op, arg, format!("shape {shape:?}"), "a size that fits usize"))?;
         }
-        Ok(Self { shape, strides })
+        let layout = Self { shape, strides };
+        layout
+            .checked_extent()
+            .ok_or_else(|| Error::layout(op, arg, format!("shape {shape:?}"), "a number of bytes that fits usize"))?;
+        Ok(layout)
     }
 
     /// Any layout; strides count elements and may be zero.
@@ -163,6 +167,15 @@ impl Layout {
         false
     }
 
+    /// The layout with a new axis of size 1 (and stride 1) before the others, or after them.
+    pub(crate) fn with_unit(&self, op: &'static str, last: bool) -> Result<Self> {
+        let (mut shape, mut strides) = (self.shape.to_vec(), self.strides.to_vec());
+        let at = if last { shape.len() } else { 0 };
+        shape.insert(at, 1);
+        strides.insert(at, 1);
+        Self::strided(op, "self", &shape, &strides)
+    }
+
     /// The layout with `axis` cut to `len` entries; the caller moves the start.
     pub(crate) fn narrow(mut self, axis: usize, len: usize) -> Self {
         self.shape[axis] = len;
@@ -214,6 +227,9 @@ mod tests {
     #[test]
     fn overflowing_layouts_are_refused() {
         assert!(Layout::contiguous("t", "x", &[usize::MAX, 2]).is_err());
+        // The elements can be counted, their bytes cannot.
+        assert!(Layout::contiguous("t", "x", &[usize::MAX / 4]).is_err());
+        assert!(Layout::contiguous("t", "x", &[usize::MAX / 4, 0]).is_ok());
         assert!(Layout::strided("t", "x", &[3, 2], &[usize::MAX / 2, 1]).is_err());
         assert!(Layout::strided("t", "x", &[1 << 40, 1 << 40], &[0, 0]).is_err());
         assert!(Layout::contiguous("t", "x", &[1; 7]).is_err());

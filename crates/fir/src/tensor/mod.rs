@@ -5,18 +5,22 @@
 //! | [`Tensor`] | owned, 64-byte aligned | `Vec<T>` |
 //! | [`TensorRef`] | borrowed | `&[T]` |
 //! | [`TensorMut`] | borrowed, exclusive, no element reached twice | `&mut [T]` |
+//! | [`Foreign`] | another library's, by DLPack, or a mapped file's | `Box<[T]>` |
 //! | [`View`], [`ViewMut`] | as the two above, element type known | typed slices |
 //!
 //! An index is checked once, where a view is made: a layout that reaches past its memory is refused.
 
 mod dims;
+pub mod dlpack;
 mod dtype;
+mod foreign;
 mod layout;
 mod view;
 
 pub use self::{
     dims::Dims,
     dtype::{Bool, DType, E2M1_VALUES, E2m1x2, E4m3, E5m2, E8m0, Element, Float, bf16, f16},
+    foreign::{BytesOwner, Dlpack, Foreign, Managed},
     layout::{Layout, MAX_RANK},
     view::{Shaped, Tensor, TensorMut, TensorRef, View, ViewMut},
 };

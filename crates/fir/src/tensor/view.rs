@@ -89,6 +89,13 @@ fn check_range(layout: &Layout, axis: usize, range: &Range<usize>) -> Result<()>
     Ok(())
 }
 
+/// Byte offset of entry `index` of `axis`; 0, which is aligned, for one past `bytes`: only a slice without elements
+/// starts there.
+fn start_of(layout: &Layout, axis: usize, index: usize, dtype: DType, bytes: usize) -> usize {
+    let start = index.checked_mul(layout.strides()[axis]).and_then(|at| at.checked_mul(dtype.size()));
+    start.filter(|&at| at <= bytes).unwrap_or(0)
+}
+
 impl Tensor {
     /// Zeros.
     pub fn zeros(dtype: DType, shape: &[usize]) -> Result<Self> {
@@ -167,7 +174,8 @@ impl Tensor {
         TensorMut { bytes: self.bytes_mut(), dtype, layout }
     }
 
-    fn bytes_mut(&mut self) -> &mut [u8] {
+    /// The memory of its elements.
+    pub(super) fn bytes_mut(&mut self) -> &mut [u8] {
         let n = self.layout.len() * self.dtype.size();
         &mut bytemuck::cast_slice_mut(&mut self.lines)[..n]
     }
@@ -245,9 +253,9 @@ impl<'a> TensorRef<'a> {
     /// The entries `range` of `axis`.
     pub fn slice(self, axis: usize, range: Range<usize>) -> Result<Self> {
         check_range(&self.layout, axis, &range)?;
-        let start = range.start * self.layout.strides()[axis] * self.dtype.size();
+        let start = start_of(&self.layout, axis, range.start, self.dtype, self.bytes.len());
         let layout = self.layout.narrow(axis, range.len());
-        Ok(Self { bytes: self.bytes.get(start..).unwrap_or(&[]), layout, ..self })
+        Ok(Self { bytes: &self.bytes[start..], layout, ..self })
     }
 
     /// Entry `index` of `axis`, which disappears.
@@ -272,6 +280,29 @@ impl<'a> TensorRef<'a> {
         Ok(Self { layout: self.layout.transpose(a, b), ..self })
     }
 
+    /// With a new first axis of size 1.
+    pub fn unsqueeze(self) -> Result<Self> {
+        Ok(Self { layout: self.layout.with_unit("TensorRef::unsqueeze", false)?, ..self })
+    }
+
+    /// With a new last axis of size 1.
+    pub fn with_unit_axis(self) -> Result<Self> {
+        Ok(Self { layout: self.layout.with_unit("TensorRef::with_unit_axis", true)?, ..self })
+    }
+
+    /// The first axis, a multiple of `inner`, as two: `[n, …]` becomes `[n / inner, inner, …]`.
+    pub fn split_axis(self, inner: usize) -> Result<Self> {
+        const OP: &str = "TensorRef::split_axis";
+        let (shape, strides) = (self.shape(), self.strides());
+        if inner == 0 || shape.is_empty() || !shape[0].is_multiple_of(inner) {
+            return Err(Error::value(OP, "inner", inner, format!("a divisor of the first axis of {shape:?}")));
+        }
+        let step = inner.saturating_mul(strides[0]);
+        let new_shape = [&[shape[0] / inner, inner], &shape[1..]].concat();
+        let new_strides = [&[step, strides[0]], &strides[1..]].concat();
+        Ok(Self { layout: Layout::strided(OP, "self", &new_shape, &new_strides)?, ..self })
+    }
+
     /// The same elements under another shape; only for contiguous tensors.
     pub fn reshape(self, shape: &[usize]) -> Result<Self> {
         let layout = Layout::contiguous("TensorRef::reshape", "shape", shape)?;
@@ -292,7 +323,9 @@ impl<'a> TensorRef<'a> {
             return Err(Error::DType { op, arg, got: self.dtype.name(), want: T::DTYPE.name().into() });
         }
         let n = self.layout.extent() * self.dtype.size();
-        Ok(View { data: bytemuck::cast_slice(&self.bytes[..n]), layout: self.layout })
+        // No bytes at all may be aligned for nothing but bytes.
+        let data = if n == 0 { &[] } else { bytemuck::cast_slice(&self.bytes[..n]) };
+        Ok(View { data, layout: self.layout })
     }
 
     /// Every element in row-major order as f32; for float types other than fp4.
@@ -369,9 +402,16 @@ impl<'a> TensorMut<'a> {
     /// The entries `range` of `axis`.
     pub fn slice(self, axis: usize, range: Range<usize>) -> Result<Self> {
         check_range(&self.layout, axis, &range)?;
-        let start = range.start * self.layout.strides()[axis] * self.dtype.size();
+        let start = start_of(&self.layout, axis, range.start, self.dtype, self.bytes.len());
         let layout = self.layout.narrow(axis, range.len());
-        Ok(Self { bytes: self.bytes.get_mut(start..).unwrap_or(&mut []), layout, dtype: self.dtype })
+        Ok(Self { bytes: &mut self.bytes[start..], layout, dtype: self.dtype })
+    }
+
+    /// Entry `index` of `axis`, which disappears.
+    pub fn select(self, axis: usize, index: usize) -> Result<Self> {
+        check_axis(&self.layout, axis)?;
+        let t = self.slice(axis, index..index.saturating_add(1))?;
+        Ok(Self { layout: t.layout.without(axis), ..t })
     }
 
     /// Exchanges two axes.
@@ -381,13 +421,24 @@ impl<'a> TensorMut<'a> {
         Ok(Self { layout: self.layout.transpose(a, b), ..self })
     }
 
+    /// With a new first axis of size 1.
+    pub fn unsqueeze(self) -> Result<Self> {
+        Ok(Self { layout: self.layout.with_unit("TensorMut::unsqueeze", false)?, ..self })
+    }
+
+    /// With a new last axis of size 1.
+    pub fn with_unit_axis(self) -> Result<Self> {
+        Ok(Self { layout: self.layout.with_unit("TensorMut::with_unit_axis", true)?, ..self })
+    }
+
     /// With the element type known; `op` and `arg` are for the message when it is another.
     pub fn typed<T: Element>(self, op: &'static str, arg: &'static str) -> Result<ViewMut<'a, T>> {
         if self.dtype != T::DTYPE {
             return Err(Error::DType { op, arg, got: self.dtype.name(), want: T::DTYPE.name().into() });
         }
         let n = self.layout.extent() * self.dtype.size();
-        Ok(ViewMut { data: bytemuck::cast_slice_mut(&mut self.bytes[..n]), layout: self.layout })
+        let data = if n == 0 { &mut [] } else { bytemuck::cast_slice_mut(&mut self.bytes[..n]) };
+        Ok(ViewMut { data, layout: self.layout })
     }
 }
 
@@ -479,6 +530,11 @@ mod tests {
         assert!(t.slice(1, 2..4).is_err());
         assert!(t.select(0, 2).is_err());
         assert_eq!(t.slice(0, 2..2).unwrap().to_f32_vec().unwrap(), []);
+        // Nothing, from past the end of the memory, and from an offset that overflows.
+        let t = TensorRef::strided(&data, &[2, 3], &[21, 1]).unwrap();
+        assert_eq!(t.slice(0, 2..2).unwrap().to_f32_vec().unwrap(), []);
+        let t = TensorRef::strided(&data, &[1, 2], &[usize::MAX, 1]).unwrap();
+        assert_eq!(t.slice(0, 1..1).unwrap().to_f32_vec().unwrap(), []);
     }
 
     #[test]

@@ -53,7 +53,7 @@ impl Rope {
     }
 
     /// The field that cannot be, with its value and what it must be.
-    pub(super) fn fault(&self) -> Option<(&'static str, String, &'static str)> {
+    pub(crate) fn fault(&self) -> Option<(&'static str, String, &'static str)> {
         const POSITIVE: &str = "a finite number above 0";
         let positive = |x: f32| x > 0.0 && x.is_finite();
         if !positive(self.theta) {

@@ -104,6 +104,10 @@ impl Vector for Portable {
         a.map(f32::abs)
     }
     #[inline(always)]
+    fn copysign(self, a: F, sign: F) -> F {
+        map2(a, sign, f32::copysign)
+    }
+    #[inline(always)]
     fn sqrt(self, a: F) -> F {
         a.map(f32::sqrt)
     }
@@ -119,12 +123,29 @@ impl Vector for Portable {
         n.map(|n| f32::from_bits(((n as i32).wrapping_add(127) as u32) << 23))
     }
     #[inline(always)]
+    fn split(self, x: F) -> (F, F) {
+        let c = self.max([-127.0; 8], self.min([128.0; 8], x));
+        let n = self.round(c);
+        (n, self.sub(c, n))
+    }
+    #[inline(always)]
+    fn scale(self, p: F, n: F) -> F {
+        // Adds to the exponent: from -127 to 128 with p = 1 that gives the bits of 0 and of infinity.
+        std::array::from_fn(|i| f32::from_bits(p[i].to_bits().wrapping_add((n[i] as i32 as u32) << 23)))
+    }
+    #[inline(always)]
     fn lt(self, a: F, b: F) -> [bool; 8] {
         std::array::from_fn(|i| a[i] < b[i])
     }
     #[inline(always)]
     fn select(self, m: [bool; 8], a: F, b: F) -> F {
         std::array::from_fn(|i| if m[i] { a[i] } else { b[i] })
+    }
+    #[inline(always)]
+    fn bits(self, m: [bool; 8]) -> u32 {
+        // One multiplication gathers eight 0/1 bytes: byte i lands in bit 56 + i.
+        let bytes = u64::from_le_bytes(m.map(u8::from));
+        (bytes.wrapping_mul(0x0102_0408_1020_4080) >> 56) as u32
     }
     #[inline(always)]
     fn sum(self, a: F) -> f32 {

@@ -189,6 +189,13 @@ impl Vector for Avx2 {
         with!(self, _mm256_andnot_ps(_mm256_set1_ps(-0.0), a))
     }
     #[inline(always)]
+    fn copysign(self, a: __m256, sign: __m256) -> __m256 {
+        with!(self, {
+            let bit = _mm256_set1_ps(-0.0);
+            _mm256_or_ps(_mm256_andnot_ps(bit, a), _mm256_and_ps(bit, sign))
+        })
+    }
+    #[inline(always)]
     fn sqrt(self, a: __m256) -> __m256 {
         with!(self, _mm256_sqrt_ps(a))
     }
@@ -204,12 +211,30 @@ impl Vector for Avx2 {
         })
     }
     #[inline(always)]
+    fn split(self, x: __m256) -> (__m256, __m256) {
+        let c = self.max(self.splat(-127.0), self.min(self.splat(128.0), x));
+        let n = self.round(c);
+        (n, self.sub(c, n))
+    }
+    #[inline(always)]
+    fn scale(self, p: __m256, n: __m256) -> __m256 {
+        // Adds to the exponent: from -127 to 128 with p = 1 that gives the bits of 0 and of infinity.
+        with!(self, {
+            let e = _mm256_slli_epi32::<23>(_mm256_cvtps_epi32(n));
+            _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), e))
+        })
+    }
+    #[inline(always)]
     fn lt(self, a: __m256, b: __m256) -> __m256 {
         with!(self, _mm256_cmp_ps::<_CMP_LT_OQ>(a, b))
     }
     #[inline(always)]
     fn select(self, m: __m256, a: __m256, b: __m256) -> __m256 {
         with!(self, _mm256_blendv_ps(b, a, m))
+    }
+    #[inline(always)]
+    fn bits(self, m: __m256) -> u32 {
+        with!(self, _mm256_movemask_ps(m)) as u32
     }
     #[inline(always)]
     fn sum(self, a: __m256) -> f32 {
@@ -221,7 +246,14 @@ impl Vector for Avx2 {
     }
     #[inline(always)]
     fn sums4(self, a: [__m256; 4]) -> [f32; 4] {
-        with!(self, sums4_of_128(a.map(|a| _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps::<1>(a)))))
+        // Written out: a closure for `map` would be compiled without AVX, every intrinsic in it a call.
+        with!(self, {
+            let (al, ah) = (_mm256_castps256_ps128(a[0]), _mm256_extractf128_ps::<1>(a[0]));
+            let (bl, bh) = (_mm256_castps256_ps128(a[1]), _mm256_extractf128_ps::<1>(a[1]));
+            let (cl, ch) = (_mm256_castps256_ps128(a[2]), _mm256_extractf128_ps::<1>(a[2]));
+            let (dl, dh) = (_mm256_castps256_ps128(a[3]), _mm256_extractf128_ps::<1>(a[3]));
+            sums4_of_128([_mm_add_ps(al, ah), _mm_add_ps(bl, bh), _mm_add_ps(cl, ch), _mm_add_ps(dl, dh)])
+        })
     }
     #[inline(always)]
     fn max_lane(self, a: __m256) -> f32 {
@@ -354,6 +386,14 @@ impl Vector for Avx512 {
         with!(self, _mm512_abs_ps(a))
     }
     #[inline(always)]
+    fn copysign(self, a: __m512, sign: __m512) -> __m512 {
+        // 0xd8: the sign bit from `sign`, the others from `a`.
+        with!(self, {
+            let (a, sign, bit) = (_mm512_castps_si512(a), _mm512_castps_si512(sign), _mm512_set1_epi32(i32::MIN));
+            _mm512_castsi512_ps(_mm512_ternarylogic_epi32::<0xd8>(a, sign, bit))
+        })
+    }
+    #[inline(always)]
     fn sqrt(self, a: __m512) -> __m512 {
         with!(self, _mm512_sqrt_ps(a))
     }
@@ -369,12 +409,26 @@ impl Vector for Avx512 {
         })
     }
     #[inline(always)]
+    fn split(self, x: __m512) -> (__m512, __m512) {
+        // The fraction of an infinity is 0, and `scale` takes any exponent, so nothing need be clamped.
+        let f = with!(self, _mm512_reduce_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x));
+        (self.sub(x, f), f)
+    }
+    #[inline(always)]
+    fn scale(self, p: __m512, n: __m512) -> __m512 {
+        with!(self, _mm512_scalef_ps(p, n))
+    }
+    #[inline(always)]
     fn lt(self, a: __m512, b: __m512) -> __mmask16 {
         with!(self, _mm512_cmp_ps_mask::<_CMP_LT_OQ>(a, b))
     }
     #[inline(always)]
     fn select(self, m: __mmask16, a: __m512, b: __m512) -> __m512 {
         with!(self, _mm512_mask_blend_ps(m, b, a))
+    }
+    #[inline(always)]
+    fn bits(self, m: __mmask16) -> u32 {
+        u32::from(m)
     }
     #[inline(always)]
     fn sum(self, a: __m512) -> f32 {
@@ -387,9 +441,14 @@ impl Vector for Avx512 {
     }
     #[inline(always)]
     fn sums4(self, a: [__m512; 4]) -> [f32; 4] {
+        // As there; an `Avx512` proves an `Avx2`.
         with!(self, {
-            let halves = a.map(|a| _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps::<1>(a)));
-            sums4_of_128(halves.map(|b| _mm_add_ps(_mm256_castps256_ps128(b), _mm256_extractf128_ps::<1>(b))))
+            let (al, ah) = (_mm512_castps512_ps256(a[0]), _mm512_extractf32x8_ps::<1>(a[0]));
+            let (bl, bh) = (_mm512_castps512_ps256(a[1]), _mm512_extractf32x8_ps::<1>(a[1]));
+            let (cl, ch) = (_mm512_castps512_ps256(a[2]), _mm512_extractf32x8_ps::<1>(a[2]));
+            let (dl, dh) = (_mm512_castps512_ps256(a[3]), _mm512_extractf32x8_ps::<1>(a[3]));
+            let halves = [_mm256_add_ps(al, ah), _mm256_add_ps(bl, bh), _mm256_add_ps(cl, ch), _mm256_add_ps(dl, dh)];
+            Avx2(()).sums4(halves)
         })
     }
     #[inline(always)]
