@@ -111,7 +111,11 @@ fn attend(
             dot = p.acc(dot + p.acc(q * k));
         }
         let score = p.store(p.acc(dot * sm_scale));
-        logits.push((j, p.acc(eval::logit(variant, bound, &ctx, j as i32, score))));
+        let logit = match p {
+            Precision::Exact => eval::logit(variant, bound, &ctx, j as i32, score),
+            Precision::Naive(_) => f64::from(eval::naive_logit(variant, bound, &ctx, j as i32, score as f32)),
+        };
+        logits.push((j, logit));
     }
     let softmax = variant.normalize() == Normalize::Softmax;
     let init = eval::init(variant, bound, &ctx);

@@ -52,6 +52,12 @@ pub fn logit(variant: &Variant, bound: &Bound<'_>, row: &RowCtx, kv_pos: i32, sc
     variant.0.logits.as_ref().map_or(score, |e| run(variant, e, &env).f())
 }
 
+/// [`logit`] as plain f32 code computes it: what the tests' tolerance is measured from.
+pub fn naive_logit(variant: &Variant, bound: &Bound<'_>, row: &RowCtx, kv_pos: i32, score: f32) -> f32 {
+    let env = Env { kv_pos, score, ..Env::new(bound, row) };
+    variant.0.logits.as_ref().map_or(score, |e| run(variant, e, &env).f())
+}
+
 /// Whether the row sees `kv_pos`.
 pub fn visible(variant: &Variant, bound: &Bound<'_>, row: &RowCtx, kv_pos: i32) -> bool {
     let env = Env::<f64> { kv_pos, ..Env::new(bound, row) };

@@ -1,6 +1,6 @@
 //! Merging states: parts of one launch, levels of a cascade, and the public operators.
 
-use super::{Launch, Sink, State, base, finish};
+use super::{Finish, Launch, Sink, State, base};
 use crate::cpu::exec::Cpu;
 use crate::cpu::pool::RowsMut;
 use crate::cpu::rows::{Rows, narrow, parts_for, widen, with_float};
@@ -63,7 +63,7 @@ impl Kernel for Merges<'_> {
                 let state = merge_rows(v, base(launch), (0..m.parts).map(|i| &self.partials[at(i)..][..width]), &mut o);
                 let token = m.q_start as usize + row / launch.group;
                 let qo_head = m.head as usize * launch.group + row % launch.group;
-                finish(v, launch, token, qo_head, &mut o, state, self.sink, &mut regs);
+                v.call(Finish { launch, token, qo_head, o: &mut o, state, sink: self.sink, regs: &mut regs });
             }
         }
     }
@@ -98,7 +98,8 @@ impl Kernel for Levels<'_> {
         for row in self.rows {
             let parts = (0..self.levels).map(|l| &self.states[l * level + row * width..][..width]);
             let state = merge_rows(v, base(launch), parts, &mut o);
-            finish(v, launch, row / heads, row % heads, &mut o, state, self.sink, &mut regs);
+            let (token, qo_head) = (row / heads, row % heads);
+            v.call(Finish { launch, token, qo_head, o: &mut o, state, sink: self.sink, regs: &mut regs });
         }
     }
 }

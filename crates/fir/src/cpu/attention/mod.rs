@@ -20,7 +20,7 @@ use std::sync::{Mutex, PoisonError};
 use self::merge::Merges;
 pub(crate) use self::merge::{merge_levels, merge_state, merge_state_in_place, merge_states};
 pub(crate) use self::operand::Operand;
-use self::tile::Values;
+use self::tile::{Accumulate, Scores, Values};
 use super::exec::Cpu;
 use super::math;
 use super::pool::{RowsMut, RowsOnce};
@@ -145,6 +145,11 @@ impl<I: Iterator<Item = usize>> Kernel for Items<'_, I> {
     type Out = ();
     #[inline(always)]
     fn run<V: Vector>(self, v: V) {
+        // Columns past the head dims are added up but never written: zero, once.
+        let dim_qk: usize = self.launch.k.iter().map(Operand::dim).sum();
+        if padded(dim_qk) != dim_qk || padded(self.launch.dim_vo) != self.launch.dim_vo {
+            self.tile.fill(0.0);
+        }
         let mut regs = Registers::default();
         let mut states = vec![State { m: 0.0, d: 0.0 }; MAX_ROWS.max(self.launch.group)];
         for w in self.mine {
@@ -225,7 +230,7 @@ fn run_item<V: Vector>(
                     let rows = h * per_head..(h + 1) * per_head;
                     let s = &mut s[..per_head * TILE_KV];
                     load_keys(v, launch, item, head, kv_pos, &at[..n], &ahead[..n_ahead], k, dq, regs);
-                    tile::scores(v, &q[rows.start * dq..rows.end * dq], k, dq, n, s);
+                    v.call(Scores { q: &q[rows.start * dq..rows.end * dq], k, dim: dq, n, s });
                     if launch.v.is_some() {
                         load_values(v, launch, item, head, kv_pos, &at[..n], &ahead[..n_ahead], x, dv, regs);
                     }
@@ -257,7 +262,7 @@ fn run_item<V: Vector>(
                     if careful {
                         tile::accumulate_visible(s, x, o, dv);
                     } else {
-                        tile::accumulate(v, s, x, o, dv);
+                        v.call(Accumulate { p: s, x, o, dim: dv });
                     }
                 }
             }
@@ -275,7 +280,7 @@ fn run_item<V: Vector>(
                     let part = (head - item.head_start) as usize * per_head + row;
                     write_state(partials.take(item.partial as usize + part), o, state);
                 } else {
-                    finish(v, launch, token, qo_head, o, state, sink, regs);
+                    v.call(Finish { launch, token, qo_head, o, state, sink, regs });
                 }
             }
         }
@@ -392,17 +397,14 @@ fn load_keys<V: Vector>(
     dq: usize,
     regs: &mut Registers,
 ) {
-    for (j, (&[page, slot], k)) in at.iter().zip(k.chunks_exact_mut(dq)).enumerate() {
-        let mut from = 0;
-        for part in launch.k {
-            part.widen_row(v, [page, slot, head as usize], &mut k[from..]);
-            if let Some(&[page, slot]) = ahead.get(j) {
-                part.prefetch_row(v, [page, slot, head as usize]);
-            }
-            from += part.dim();
-        }
-        if launch.program.has_key() {
-            let ctx = kv_ctx(launch, item, head);
+    let mut from = 0;
+    for part in launch.k {
+        part.widen_rows(v, head as usize, at, ahead, &mut k[from..], dq);
+        from += part.dim();
+    }
+    if launch.program.has_key() {
+        let ctx = kv_ctx(launch, item, head);
+        for (j, k) in k.chunks_exact_mut(dq).take(at.len()).enumerate() {
             hooks::key(v, launch.program, launch.bound, &ctx, kv_pos + j as i32, &mut k[..from], regs);
         }
     }
@@ -423,13 +425,10 @@ fn load_values<V: Vector>(
     regs: &mut Registers,
 ) {
     let Some(values) = &launch.v else { return };
-    for (j, (&[page, slot], x)) in at.iter().zip(x.chunks_exact_mut(dv)).enumerate() {
-        values.widen_row(v, [page, slot, head as usize], x);
-        if let Some(&[page, slot]) = ahead.get(j) {
-            values.prefetch_row(v, [page, slot, head as usize]);
-        }
-        if launch.program.has_value() {
-            let ctx = kv_ctx(launch, item, head);
+    values.widen_rows(v, head as usize, at, ahead, x, dv);
+    if launch.program.has_value() {
+        let ctx = kv_ctx(launch, item, head);
+        for (j, x) in x.chunks_exact_mut(dv).take(at.len()).enumerate() {
             hooks::value(v, launch.program, launch.bound, &ctx, kv_pos + j as i32, &mut x[..launch.dim_vo], regs);
         }
     }
@@ -489,52 +488,48 @@ fn write_state(row: &mut [f32], o: &[f32], state: State) {
 }
 
 /// Normalises a row, lets the variant's `output` have it, and writes it.
-#[expect(clippy::too_many_arguments, reason = "as load_keys")]
-#[inline(always)]
-fn finish<V: Vector>(
-    v: V,
-    launch: &Launch<'_>,
+struct Finish<'a, 'b> {
+    launch: &'b Launch<'a>,
     token: usize,
     qo_head: usize,
-    o: &mut [f32],
+    o: &'b mut [f32],
     state: State,
-    sink: &Sink<'_>,
-    regs: &mut Registers,
-) {
-    let row = token * launch.kv_heads * launch.group + qo_head;
-    let (out, lse) = match sink {
-        Sink::States(rows) => return write_state(rows.take(row), o, state),
-        Sink::Output { out, lse } => (out, lse),
-    };
-    // Nothing visible: d = 0, the output is 0 and its log-sum-exp -inf.
-    let scale = match state.d {
-        _ if !launch.program.softmax() => launch.v_scale,
-        0.0 => 0.0,
-        d => launch.v_scale / d,
-    };
-    for x in &mut *o {
-        *x *= scale;
-    }
-    let program = launch.program;
-    if program.has_output() {
-        let ctx = ctx_of(launch, token, qo_head);
-        hooks::output(
-            v,
-            program,
-            launch.bound,
-            &ctx,
-            o,
-            state.m * (base(launch) * std::f32::consts::LN_2),
-            state.d,
-            regs,
-        );
-    }
-    if let Some(lse) = lse {
-        lse.take(row)[0] = state.m * base(launch) + state.d.log2();
-    }
-    match out {
-        Out::F32(rows) => narrow(v, o, rows.take(row)),
-        Out::F16(rows) => narrow(v, o, rows.take(row)),
-        Out::Bf16(rows) => narrow(v, o, rows.take(row)),
+    sink: &'b Sink<'a>,
+    regs: &'b mut Registers,
+}
+
+impl Kernel for Finish<'_, '_> {
+    type Out = ();
+    #[inline(always)]
+    fn run<V: Vector>(self, v: V) {
+        let Self { launch, token, qo_head, o, state, sink, regs } = self;
+        let row = token * launch.kv_heads * launch.group + qo_head;
+        let (out, lse) = match sink {
+            Sink::States(rows) => return write_state(rows.take(row), o, state),
+            Sink::Output { out, lse } => (out, lse),
+        };
+        // Nothing visible: d = 0, the output is 0 and its log-sum-exp -inf.
+        let scale = match state.d {
+            _ if !launch.program.softmax() => launch.v_scale,
+            0.0 => 0.0,
+            d => launch.v_scale / d,
+        };
+        for x in &mut *o {
+            *x *= scale;
+        }
+        let (program, base) = (launch.program, base(launch));
+        if program.has_output() {
+            let ctx = ctx_of(launch, token, qo_head);
+            let m = state.m * (base * std::f32::consts::LN_2);
+            hooks::output(v, program, launch.bound, &ctx, o, m, state.d, regs);
+        }
+        if let Some(lse) = lse {
+            lse.take(row)[0] = state.m * base + state.d.log2();
+        }
+        match out {
+            Out::F32(rows) => narrow(v, o, rows.take(row)),
+            Out::F16(rows) => narrow(v, o, rows.take(row)),
+            Out::Bf16(rows) => narrow(v, o, rows.take(row)),
+        }
     }
 }

@@ -4,7 +4,7 @@
 //! all query rows of its head: 2 instructions per 16 elements, hidden behind the memory's latency.
 
 use crate::cpu::rows::widen;
-use crate::cpu::vector::Vector;
+use crate::cpu::vector::{Kernel, Lane, Vector};
 use crate::error::{Error, Result};
 use crate::kv::NVFP4_BLOCK;
 use crate::tensor::{DType, E2M1_VALUES, E2m1x2, E4m3, E5m2, Float, TensorRef, bf16, f16};
@@ -68,43 +68,69 @@ impl<'a> Operand<'a> {
         self.dim
     }
 
-    /// Row `(a, b, c)` as f32 in the first `dim` of `out`, the rest of which becomes zero.
+    /// Row `(a, b, c)` as f32 in the first `dim` of `out`.
     #[inline(always)]
-    pub(crate) fn widen_row<V: Vector>(&self, v: V, [a, b, c]: [usize; 3], out: &mut [f32]) {
-        let [s, t, u] = self.strides;
-        let at = a * s + b * t + c * u;
-        if self.dim == 0 {
-            return out.fill(0.0); // There is no memory behind rows of no elements.
+    pub(crate) fn widen_row<V: Vector>(&self, v: V, row: [usize; 3], out: &mut [f32]) {
+        v.call(Widen { operand: self, head: row[2], at: &[[row[0], row[1]]], ahead: &[], out, stride: 0 });
+    }
+
+    /// Rows `(a, b, head)` for the pairs `(a, b)` of `at` as f32, `stride` floats apart in `out`; asks for the cache
+    /// lines of the rows `ahead` meanwhile.
+    #[inline(always)]
+    pub(super) fn widen_rows<V: Vector>(
+        &self,
+        v: V,
+        head: usize,
+        at: &[[usize; 2]],
+        ahead: &[[usize; 2]],
+        out: &mut [f32],
+        stride: usize,
+    ) {
+        v.call(Widen { operand: self, head, at, ahead, out, stride });
+    }
+}
+
+struct Widen<'a, 'b> {
+    operand: &'b Operand<'a>,
+    head: usize,
+    at: &'b [[usize; 2]],
+    ahead: &'b [[usize; 2]],
+    out: &'b mut [f32],
+    stride: usize,
+}
+
+impl Kernel for Widen<'_, '_> {
+    type Out = ();
+    #[inline(always)]
+    fn run<V: Vector>(self, v: V) {
+        let Operand { elements, strides: [s, t, u], dim } = *self.operand;
+        if dim == 0 {
+            return; // There is no memory behind rows of no elements.
         }
-        match self.elements {
-            Elements::F32(x) => widen(v, &x[at..][..self.dim], out),
-            Elements::F16(x) => widen(v, &x[at..][..self.dim], out),
-            Elements::Bf16(x) => widen(v, &x[at..][..self.dim], out),
-            Elements::E4m3(x) => widen(v, &x[at..][..self.dim], out),
-            Elements::E5m2(x) => widen(v, &x[at..][..self.dim], out),
-            Elements::Fp4(x, scales, [s, t, u]) => {
-                let x = &x[at..][..self.dim / 2];
-                let scales = &scales[a * s + b * t + c * u..][..self.dim / NVFP4_BLOCK];
-                widen_fp4(x, scales, out);
+        let head = self.head * u;
+        match elements {
+            Elements::F32(x) => widen_all(v, x, [s, t], head, dim, self),
+            Elements::F16(x) => widen_all(v, x, [s, t], head, dim, self),
+            Elements::Bf16(x) => widen_all(v, x, [s, t], head, dim, self),
+            Elements::E4m3(x) => widen_all(v, x, [s, t], head, dim, self),
+            Elements::E5m2(x) => widen_all(v, x, [s, t], head, dim, self),
+            Elements::Fp4(x, scales, ss) => {
+                for (j, &[a, b]) in self.at.iter().enumerate() {
+                    let x = &x[a * s + b * t + head..][..dim / 2];
+                    let scales = &scales[a * ss[0] + b * ss[1] + self.head * ss[2]..][..dim / NVFP4_BLOCK];
+                    widen_fp4(x, scales, &mut self.out[j * self.stride..][..dim]);
+                }
             }
         }
     }
+}
 
-    /// Asks for the cache lines of row `(a, b, c)`.
-    #[inline(always)]
-    pub(crate) fn prefetch_row<V: Vector>(&self, v: V, [a, b, c]: [usize; 3]) {
-        let [s, t, u] = self.strides;
-        let at = a * s + b * t + c * u;
-        if self.dim == 0 {
-            return;
-        }
-        match self.elements {
-            Elements::F32(x) => v.prefetch(&x[at..][..self.dim]),
-            Elements::F16(x) => v.prefetch(&x[at..][..self.dim]),
-            Elements::Bf16(x) => v.prefetch(&x[at..][..self.dim]),
-            Elements::E4m3(x) => v.prefetch(&x[at..][..self.dim]),
-            Elements::E5m2(x) => v.prefetch(&x[at..][..self.dim]),
-            Elements::Fp4(x, ..) => v.prefetch(&x[at..][..self.dim / 2]),
+#[inline(always)]
+fn widen_all<V: Vector, T: Lane>(v: V, x: &[T], [s, t]: [usize; 2], head: usize, dim: usize, rows: Widen<'_, '_>) {
+    for (j, &[a, b]) in rows.at.iter().enumerate() {
+        widen(v, &x[a * s + b * t + head..][..dim], &mut rows.out[j * rows.stride..][..dim]);
+        if let Some(&[a, b]) = rows.ahead.get(j) {
+            v.prefetch(&x[a * s + b * t + head..][..dim]);
         }
     }
 }
@@ -131,5 +157,4 @@ fn widen_fp4(x: &[E2m1x2], scales: &[E4m3], out: &mut [f32]) {
             out[2 * i + 1] = FP4[(x[i].0 >> 4) as usize] * s;
         }
     }
-    out[2 * x.len()..].fill(0.0);
 }

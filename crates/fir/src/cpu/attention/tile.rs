@@ -3,29 +3,40 @@
 //! A row's result is the same bits whatever rows are computed beside it: block shapes change which sums share a
 //! register, never the order within a sum.
 
-use crate::cpu::vector::Vector;
+use crate::cpu::vector::{Kernel, Vector};
 use crate::plan::TILE_KV;
 
-/// Query rows of one head, `rows × dim` and `rows × dim_vo`, against one KV tile.
-///
-/// `s[r, j] = q[r] · k[j]` for `j < n`; `s` has [`TILE_KV`] columns, and `k` whole rows up to a multiple of 8.
-#[inline(always)]
-pub(super) fn scores<V: Vector>(v: V, q: &[f32], k: &[f32], dim: usize, n: usize, s: &mut [f32]) {
-    let rows = s.len() / TILE_KV;
-    let mut r = 0;
-    // 16 accumulators fill half of AVX-512's 32 registers; AVX2 has 16, so half as many there.
-    if V::LANES == 16 {
-        while r + 4 <= rows {
-            scores_block::<V, 4, 4>(v, &q[r * dim..], k, dim, n, &mut s[r * TILE_KV..]);
-            r += 4;
+/// Query rows of one head against one KV tile: `s[r, j] = q[r] · k[j]` for `j < n`. Rows of `q` and `k` have `dim`
+/// floats, those of `s` [`TILE_KV`]; `k` has whole rows up to a multiple of 8.
+pub(super) struct Scores<'a> {
+    pub q: &'a [f32],
+    pub k: &'a [f32],
+    pub dim: usize,
+    pub n: usize,
+    pub s: &'a mut [f32],
+}
+
+impl Kernel for Scores<'_> {
+    type Out = ();
+    #[inline(always)]
+    fn run<V: Vector>(self, v: V) {
+        let Self { q, k, dim, n, s } = self;
+        let rows = s.len() / TILE_KV;
+        let mut r = 0;
+        // 16 accumulators fill half of AVX-512's 32 registers; AVX2 has 16, so half as many there.
+        if V::LANES == 16 {
+            while r + 4 <= rows {
+                scores_block::<V, 4, 4>(v, &q[r * dim..], k, dim, n, &mut s[r * TILE_KV..]);
+                r += 4;
+            }
         }
-    }
-    while r + 2 <= rows {
-        scores_block::<V, 2, 4>(v, &q[r * dim..], k, dim, n, &mut s[r * TILE_KV..]);
-        r += 2;
-    }
-    if r < rows {
-        scores_block::<V, 1, 8>(v, &q[r * dim..], k, dim, n, &mut s[r * TILE_KV..]);
+        while r + 2 <= rows {
+            scores_block::<V, 2, 4>(v, &q[r * dim..], k, dim, n, &mut s[r * TILE_KV..]);
+            r += 2;
+        }
+        if r < rows {
+            scores_block::<V, 1, 8>(v, &q[r * dim..], k, dim, n, &mut s[r * TILE_KV..]);
+        }
     }
 }
 
@@ -78,22 +89,33 @@ pub(super) struct Values<'a> {
 
 /// `o[r] += Σ_j p[r, j] · x[j]` over the rows of `x`, in ascending order of `j`; `p` has [`TILE_KV`] columns, `o` has
 /// `dim` floats per row.
-#[inline(always)]
-pub(super) fn accumulate<V: Vector>(v: V, p: &[f32], x: Values<'_>, o: &mut [f32], dim: usize) {
-    let rows = p.len() / TILE_KV;
-    let mut r = 0;
-    if V::LANES == 16 {
-        while r + 4 <= rows {
-            accumulate_rows::<V, 4, 4>(v, &p[r * TILE_KV..], x, &mut o[r * dim..], dim);
-            r += 4;
+pub(super) struct Accumulate<'a> {
+    pub p: &'a [f32],
+    pub x: Values<'a>,
+    pub o: &'a mut [f32],
+    pub dim: usize,
+}
+
+impl Kernel for Accumulate<'_> {
+    type Out = ();
+    #[inline(always)]
+    fn run<V: Vector>(self, v: V) {
+        let Self { p, x, o, dim } = self;
+        let rows = p.len() / TILE_KV;
+        let mut r = 0;
+        if V::LANES == 16 {
+            while r + 4 <= rows {
+                accumulate_rows::<V, 4, 4>(v, &p[r * TILE_KV..], x, &mut o[r * dim..], dim);
+                r += 4;
+            }
         }
-    }
-    while r + 2 <= rows {
-        accumulate_rows::<V, 2, 4>(v, &p[r * TILE_KV..], x, &mut o[r * dim..], dim);
-        r += 2;
-    }
-    if r < rows {
-        accumulate_rows::<V, 1, 8>(v, &p[r * TILE_KV..], x, &mut o[r * dim..], dim);
+        while r + 2 <= rows {
+            accumulate_rows::<V, 2, 4>(v, &p[r * TILE_KV..], x, &mut o[r * dim..], dim);
+            r += 2;
+        }
+        if r < rows {
+            accumulate_rows::<V, 1, 8>(v, &p[r * TILE_KV..], x, &mut o[r * dim..], dim);
+        }
     }
 }
 
