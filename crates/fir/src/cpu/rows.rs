@@ -174,11 +174,14 @@ pub(crate) fn widened<'a>(op: &'static str, arg: &'static str, x: TensorRef<'a>)
     if !x.layout().is_contiguous() && matches!(x.dtype(), DType::F32 | DType::F16 | DType::BF16) {
         return x.to_f32_vec().map(Cow::Owned);
     }
-    // `half` converts slices with the CPU's instruction: 4096 elements in 0.3 µs, where one by one takes 15.
+    // `half` converts slices of f16 with the CPU's instruction; the loop over bf16 is vectorized.
     match x.dtype() {
         DType::F32 => Ok(Cow::Borrowed(x.typed::<f32>(op, arg)?.data())),
         DType::F16 => Ok(Cow::Owned(x.typed::<f16>(op, arg)?.data().to_f32_vec())),
-        DType::BF16 => Ok(Cow::Owned(x.typed::<bf16>(op, arg)?.data().to_f32_vec())),
+        DType::BF16 => {
+            let bits = x.typed::<bf16>(op, arg)?.data().iter().map(|x| u32::from(x.to_bits()) << 16);
+            Ok(Cow::Owned(bits.map(f32::from_bits).collect()))
+        }
         other => Err(Error::DType { op, arg, got: other.name(), want: "f32, f16 or bf16".into() }),
     }
 }
