@@ -129,8 +129,11 @@ impl<'a, T: Element> Rows<'a, T> {
 
 /// Calls `work` on parts of `out`, in parallel when all of it is more than a core does in a few microseconds.
 pub(crate) fn for_parts<'a, T: Element>(cpu: &Cpu, out: RowsMut<'a, T>, work: impl Fn(RowsMut<'a, T>) + Sync) {
-    let parts = parts_for(cpu, out.range().len() * out.row_len());
-    cpu.pool().scatter(out.split(parts), work);
+    let elements = out.range().len() * out.row_len();
+    // Rows without elements may be more than can be counted through.
+    if elements > 0 {
+        cpu.pool().scatter(out.split(parts_for(cpu, elements)), work);
+    }
 }
 
 /// Into how many parts to cut an operator over `elements`: one below 16k of them (about 5 µs of work, the cost of
