@@ -25,7 +25,7 @@ const DEPTH: usize = 1024;
 const COLUMNS: usize = 4;
 
 thread_local! {
-    /// Scratch of a unit of work: kept, as new memory of this size costs a tenth of a small product in page faults.
+    /// Scratch of a unit of work: kept, as new memory of this size would be mapped and cleared for every unit.
     static SCRATCH: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
 }
 
@@ -50,12 +50,12 @@ pub(crate) fn gemm(cpu: &Cpu, x: TensorRef<'_>, w: TensorRef<'_>, out: TensorMut
     with_float!(OP, "w", w.dtype(), W => with_float!(OP, "out", out.dtype(), O => {
         let (w, out) = (Rows::<W>::new(OP, "w", w)?, RowsMut::<O>::new(OP, "out", out)?);
         let panels = w.len().div_ceil(PANEL);
-        // Two units per worker; when there are too few panels for that, their rows are cut too. A cut of fewer than
-        // 24 rows would read the weights more often than it gains.
+        // Two units per worker; when there are too few panels for that, their rows are cut too. Never
+        // into fewer than 24: every cut reads all weights.
         let cuts = (2 * cpu.workers()).div_ceil(panels.max(1)).min(m / 24).max(1);
         let units = out.split(cuts).into_iter().flat_map(|rows| rows.split_columns(PANEL).into_iter().enumerate());
         let work = |(panel, out): (usize, RowsMut<'_, O>)| unit(cpu, x, w, k, panel * PANEL, out);
-        // Below 64k products (about 5 µs) the pool's waking costs more than it gains.
+        // Below 64k products, a few microseconds, waking the pool is not worth it.
         if m.saturating_mul(w.len()).saturating_mul(k) < 64 << 10 {
             units.for_each(work);
         } else {
@@ -174,8 +174,9 @@ impl<'a, T: Lane> Block<'a, T> {
 /// `sums[i, j] += x[i] · w[j]`
 #[inline(always)]
 fn multiply<V: Vector, W: Lane>(v: V, x: &Block<'_, f32>, w: &Block<'_, W>, sums: &mut [f32]) {
-    // 6 × 4 sums, 6 vectors of x and one of w fill the 32 registers of AVX-512; 3 × 4, 3 and one the 16 of AVX2.
-    let most = if V::LANES == 16 { 6 } else { 3 };
+    // 6 × 4 sums, 6 vectors of x and one of w fill the 32 registers of AVX-512. In the 16 of AVX2, 3 × 4 would fit but
+    // the compiler spills one, and the loop waits for that store: hence 2 × 4.
+    let most = if V::LANES == 16 { 6 } else { 2 };
     let mut i = 0;
     while i < x.count {
         let rows = most.min(x.count - i);

@@ -122,6 +122,10 @@ fn run<T: Lane, O: Lane, const N: usize, const CENTER: bool, const ADD: bool, co
     norms: [Norm<'_, T, O, CENTER, ADD, IN_PLACE>; N],
 ) {
     let elements = norms.iter().map(|n| n.out.range().len() * n.out.row_len()).sum();
+    // Rows without elements may be more than can be counted through.
+    if elements == 0 {
+        return;
+    }
     let parts = parts_for(cpu, elements);
     cpu.pool().scatter(norms.into_iter().flat_map(|n| n.split(parts)).collect(), |part| cpu.run(part));
 }

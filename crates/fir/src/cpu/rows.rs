@@ -134,8 +134,11 @@ impl<'a, T: Element> Rows<'a, T> {
 
 /// Calls `work` on parts of `out`, in parallel when all of it is more than a core does in a few microseconds.
 pub(crate) fn for_parts<'a, T: Element>(cpu: &Cpu, out: RowsMut<'a, T>, work: impl Fn(RowsMut<'a, T>) + Sync) {
-    let parts = parts_for(cpu, out.range().len() * out.row_len());
-    cpu.pool().scatter(out.split(parts), work);
+    let elements = out.range().len() * out.row_len();
+    // Rows without elements may be more than can be counted through.
+    if elements > 0 {
+        cpu.pool().scatter(out.split(parts_for(cpu, elements)), work);
+    }
 }
 
 /// Into how many parts to cut an operator over `elements`: one below 16k of them (about 5 µs of work, the cost of
@@ -179,11 +182,14 @@ pub(crate) fn widened<'a>(op: &'static str, arg: &'static str, x: TensorRef<'a>)
     if !x.layout().is_contiguous() && matches!(x.dtype(), DType::F32 | DType::F16 | DType::BF16) {
         return x.to_f32_vec().map(Cow::Owned);
     }
-    // `half` converts slices with the CPU's instruction: 4096 elements in 0.3 µs, where one by one takes 15.
+    // `half` converts slices of f16 with the CPU's instruction; the loop over bf16 is vectorized.
     match x.dtype() {
         DType::F32 => Ok(Cow::Borrowed(x.typed::<f32>(op, arg)?.data())),
         DType::F16 => Ok(Cow::Owned(x.typed::<f16>(op, arg)?.data().to_f32_vec())),
-        DType::BF16 => Ok(Cow::Owned(x.typed::<bf16>(op, arg)?.data().to_f32_vec())),
+        DType::BF16 => {
+            let bits = x.typed::<bf16>(op, arg)?.data().iter().map(|x| u32::from(x.to_bits()) << 16);
+            Ok(Cow::Owned(bits.map(f32::from_bits).collect()))
+        }
         other => Err(Error::DType { op, arg, got: other.name(), want: "f32, f16 or bf16".into() }),
     }
 }

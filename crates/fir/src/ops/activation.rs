@@ -41,7 +41,7 @@ fn run(exec: &Exec, op: &'static str, act: impl Activation, x: TensorRef<'_>, ou
         dims.bind("x", &x, &["tokens", "2 * d"])?;
     }
     let width = dims.get("2 * d");
-    if width % 2 != 0 {
+    if !width.is_multiple_of(2) {
         return Err(Error::value(op, "x", format!("{width} wide"), "an even width, 2 * d"));
     }
     dims.axis("x", "d", width / 2)?;

@@ -166,8 +166,10 @@ impl E8m0 {
 }
 
 /// Rounds to a format of `EXP` exponent and `MAN` mantissa bits; returns sign-less bits that may exceed the format.
+/// Without a branch, so that a loop over it is vectorized.
+#[inline(always)]
 fn round_to<const EXP: u32, const MAN: u32>(x: f32) -> u32 {
-    let bias = (1i32 << (EXP - 1)) - 1;
+    let bias = (1u32 << (EXP - 1)) - 1;
     let bits = x.to_bits() & 0x7fff_ffff;
     let exp = (bits >> 23) as i32 - 127;
     if exp < 1 - bias {
@@ -175,10 +177,14 @@ fn round_to<const EXP: u32, const MAN: u32>(x: f32) -> u32 {
         let scaled = f32::from_bits(bits) * f32::from_bits((127 + bias - 1 + MAN as i32) as u32 * (1 << 23));
         return scaled.round_ties_even() as u32;
     }
+    // Subnormal: multiples of 2^(1 - bias - MAN), the last place of this number, so adding it rounds to them.
+    let shifter = (127 + 24 - bias - MAN) << 23;
+    let subnormal = (f32::from_bits(bits) + f32::from_bits(shifter)).to_bits().wrapping_sub(shifter);
     let shift = 23 - MAN;
     let half_below = (1u32 << (shift - 1)) - 1;
     let rounded = bits + half_below + ((bits >> shift) & 1);
-    (rounded >> shift) - (((127 - bias) as u32) << MAN)
+    let normal = (rounded >> shift).wrapping_sub((127 - bias) << MAN);
+    if bits < (128 - bias) << 23 { subnormal } else { normal }
 }
 
 impl Float for E4m3 {
@@ -191,12 +197,11 @@ impl Float for E4m3 {
         }
     }
 
+    #[inline(always)]
     fn from_f32(x: f32) -> Self {
-        let sign = (x.to_bits() >> 24) as u8 & 0x80;
-        if x.is_nan() {
-            return Self(sign | 0x7f);
-        }
-        Self(sign | round_to::<4, 3>(x).min(0x7e) as u8)
+        let sign = (x.to_bits() >> 24) & 0x80;
+        let code = if x.is_nan() { 0x7f } else { round_to::<4, 3>(x).min(0x7e) };
+        Self((sign | code) as u8)
     }
 }
 
@@ -205,15 +210,13 @@ impl Float for E5m2 {
         f16::from_bits(u16::from(self.0) << 8).to_f32()
     }
 
+    #[inline(always)]
     fn from_f32(x: f32) -> Self {
-        let sign = (x.to_bits() >> 24) as u8 & 0x80;
-        if x.is_nan() {
-            return Self(sign | 0x7f);
-        }
-        if x.is_infinite() {
-            return Self(sign | 0x7c);
-        }
-        Self(sign | round_to::<5, 2>(x).min(0x7b) as u8)
+        let sign = (x.to_bits() >> 24) & 0x80;
+        let finite = round_to::<5, 2>(x).min(0x7b);
+        let code = if x.is_nan() { 0x7f } else { finite };
+        let code = if x.is_infinite() { 0x7c } else { code };
+        Self((sign | code) as u8)
     }
 }
 
@@ -285,7 +288,14 @@ mod tests {
                 assert_eq!(E4m3::from_f32(x).0, nearest(0..0x7f, E4m3, x), "{x}");
             }
         }
+        for i in 0..20_000u32 {
+            // Below half the smallest number, at it, and through the subnormals.
+            let x = i as f32 * 2f32.powi(-20);
+            assert_eq!(E4m3::from_f32(x).0, nearest(0..0x7f, E4m3, x), "{x}");
+            assert_eq!(E4m3::from_f32(-x).0, nearest(0..0x7f, E4m3, x) | 0x80, "{x}");
+        }
         assert_eq!(E4m3::from_f32(1e9).to_f32(), 448.0);
+        assert_eq!(E4m3::from_f32(1e-40).0, 0);
         assert_eq!(E4m3::from_f32(f32::NEG_INFINITY).to_f32(), -448.0);
         assert!(E4m3::from_f32(f32::NAN).to_f32().is_nan());
     }
@@ -302,7 +312,13 @@ mod tests {
                 assert_eq!(E5m2::from_f32(x).0, nearest(0..0x7c, E5m2, x), "{x}");
             }
         }
+        for i in 0..20_000u32 {
+            let x = i as f32 * 2f32.powi(-27);
+            assert_eq!(E5m2::from_f32(x).0, nearest(0..0x7c, E5m2, x), "{x}");
+        }
         assert_eq!(E5m2::from_f32(1e9).to_f32(), 57344.0);
+        assert_eq!(E5m2::from_f32(f32::NEG_INFINITY).to_f32(), f32::NEG_INFINITY);
+        assert!(E5m2::from_f32(f32::NAN).to_f32().is_nan());
     }
 
     #[test]

@@ -66,8 +66,13 @@ fn strided_batches_match_reference_and_gaps_stay() {
 #[test]
 fn empty_tensors_are_left_alone() {
     let exec = Exec::cpu().unwrap();
-    for (x, out) in [(&[0, 8][..], &[0, 4][..]), (&[3, 0], &[3, 0]), (&[2, 0, 4], &[2, 0, 2]), (&[2, 3, 0], &[2, 3, 0])]
-    {
+    for (x, out) in [
+        (&[0, 8][..], &[0, 4][..]),
+        (&[3, 0], &[3, 0]),
+        (&[1 << 50, 0], &[1 << 50, 0]),
+        (&[2, 0, 4], &[2, 0, 2]),
+        (&[2, 3, 0], &[2, 3, 0]),
+    ] {
         let x = Tensor::zeros(DType::BF16, x).unwrap();
         silu_and_mul(&exec, x.view(), Tensor::zeros(DType::BF16, out).unwrap().view_mut()).unwrap();
         assert_eq!(reference::silu_and_mul(Precision::Exact, x.view()).unwrap(), []);

@@ -72,6 +72,10 @@ fn empty_sides_give_zeros_or_nothing() {
             gemm(exec, x.view(), w.view(), out.view_mut()).unwrap();
             assert_eq!(out.as_slice::<f32>().unwrap(), vec![0.0; m * n]);
         }
+        // More rows than memory holds, and no column: nothing to do, and nothing to allocate.
+        let (row, w) = ([half::bf16::ONE; 4], Tensor::zeros(DType::BF16, &[0, 4]).unwrap());
+        let x = TensorRef::strided(&row, &[1 << 40, 4], &[0, 1]).unwrap();
+        gemm(exec, x, w.view(), TensorMut::new::<f32>(&mut [], &[1 << 40, 0]).unwrap()).unwrap();
     });
 }
 

@@ -1,11 +1,14 @@
 use fir::norm::*;
 use fir::reference::{Precision, norm as reference};
 use fir::testing::Rng;
-use fir::{DType, Error, Exec, Tensor, TensorMut, TensorRef};
+use fir::{DType, Error, Exec, Result, Tensor, TensorMut, TensorRef};
 
 use crate::support::{FLOATS, assert_matches, every_exec};
 
 const EPS: f32 = 1e-6;
+
+type FusedAdd = fn(&Exec, TensorMut<'_>, TensorMut<'_>, TensorRef<'_>, f32) -> Result<()>;
+type FusedReference = fn(Precision, TensorRef<'_>, TensorRef<'_>, TensorRef<'_>, f32) -> Result<(Vec<f64>, Vec<f64>)>;
 
 /// Row lengths about every vector's and every unrolled loop's end.
 fn tails() -> impl Iterator<Item = usize> {
@@ -63,10 +66,7 @@ fn fused_add_matches_reference_in_both_tensors() {
                 for gemma in [false, true] {
                     let what = format!("{exec:?} {dtype} {hidden} gemma={gemma}");
                     let (mut y, mut s) = (x.clone(), r.clone());
-                    let (op, reference): (
-                        fn(&Exec, TensorMut<'_>, TensorMut<'_>, TensorRef<'_>, f32) -> _,
-                        fn(_, _, _, _, _) -> _,
-                    ) = if gemma {
+                    let (op, reference): (FusedAdd, FusedReference) = if gemma {
                         (gemma_fused_add_rms_norm, reference::gemma_fused_add_rms_norm)
                     } else {
                         (fused_add_rms_norm, reference::fused_add_rms_norm)
@@ -217,7 +217,7 @@ fn a_row_is_the_same_whatever_is_beside_it() {
 #[test]
 fn empty_tensors_are_left_alone() {
     let exec = Exec::cpu().unwrap();
-    for shape in [&[0, 8][..], &[3, 0], &[0, 0], &[2, 0, 8], &[2, 3, 0]] {
+    for shape in [&[0, 8][..], &[3, 0], &[0, 0], &[2, 0, 8], &[2, 3, 0], &[1 << 50, 0]] {
         let x = Tensor::zeros(DType::F16, shape).unwrap();
         let w = Tensor::zeros(DType::F32, &shape[shape.len() - 1..]).unwrap();
         let (mut y, mut r, mut q) = (x.clone(), x.clone(), Tensor::zeros(DType::E4M3, shape).unwrap());
@@ -233,7 +233,7 @@ fn bad_arguments_are_named() {
     let exec = Exec::cpu().unwrap();
     let t = |dtype, shape: &[usize]| Tensor::zeros(dtype, shape).unwrap();
     let (x, w) = (t(DType::F32, &[2, 8]), t(DType::F32, &[8]));
-    let check = |got: fir::Result<()>, want: &str| assert_eq!(got.unwrap_err().to_string(), want);
+    let check = |got: Result<()>, want: &str| assert_eq!(got.unwrap_err().to_string(), want);
     let rms = |x: &Tensor, w: &Tensor, eps, mut out: Tensor| rms_norm(&exec, x.view(), w.view(), eps, out.view_mut());
     check(rms(&x, &t(DType::F32, &[9]), EPS, x.clone()), "rms_norm: `weight` has hidden=9, but `x` bound hidden=8");
     check(rms(&x, &w, EPS, t(DType::F32, &[3, 8])), "rms_norm: `out` has tokens=3, but `x` bound tokens=2");
