@@ -41,34 +41,43 @@ pub(crate) fn append(cpu: &Cpu, op: &'static str, tokens: Tokens<'_>, moves: &[M
         let block_scales = SlotsMut::<E4m3>::new(op, arg, block_scales)?.cut(lens());
         let parts = moves.iter().zip(data).zip(block_scales).collect();
         cpu.pool().scatter(parts, |((moves, data), block_scales)| {
-            cpu.run(Append { moves, tokens, to: Nvfp4 { data, block_scales, scale } });
+            write(cpu, tokens, moves, Nvfp4 { data, block_scales, scale });
         });
         return Ok(());
     }
     with_float8!(op, arg, data.dtype(), D => {
         let data = SlotsMut::<D>::new(op, arg, data)?.cut(lens());
         cpu.pool().scatter(moves.iter().zip(data).collect(), |(moves, data)| {
-            cpu.run(Append { moves, tokens, to: Scaled { data, scale } });
+            write(cpu, tokens, moves, Scaled { data, scale });
         });
         Ok(())
     })
 }
 
-struct Append<'a, T> {
-    moves: &'a [Move],
-    tokens: Tokens<'a>,
-    to: T,
+/// Writes `moves` to a part of the cache.
+fn write(cpu: &Cpu, tokens: Tokens<'_>, moves: &[Move], mut to: impl Sink) {
+    let mut reader = tokens.reader();
+    for m in moves {
+        let x = reader.read(cpu, m.token);
+        cpu.run(Write { x, heads: tokens.heads(), len: tokens.row_len(), slot: m.slot, to: &mut to });
+    }
 }
 
-impl<T: Sink> Kernel for Append<'_, T> {
+struct Write<'r, T> {
+    /// The token's rows, `heads` of `len`.
+    x: &'r [f32],
+    heads: usize,
+    len: usize,
+    slot: usize,
+    to: &'r mut T,
+}
+
+impl<T: Sink> Kernel for Write<'_, T> {
     type Out = ();
     #[inline(always)]
-    fn run<V: Vector>(mut self, v: V) {
-        let mut reader = self.tokens.reader();
-        for m in self.moves {
-            for head in 0..self.tokens.heads() {
-                self.to.write(v, m.slot, head, reader.read(v, m.token, head));
-            }
+    fn run<V: Vector>(self, v: V) {
+        for head in 0..self.heads {
+            self.to.write(v, self.slot, head, &self.x[head * self.len..][..self.len]);
         }
     }
 }

@@ -230,36 +230,50 @@ impl<'a> Tokens<'a> {
     /// A reader of its rows.
     pub(super) fn reader(&self) -> Reader<'a> {
         let turn = self.turn.map(|(angles, _)| Turn::new(angles));
-        Reader { tokens: *self, turn, token: usize::MAX, row: vec![0.0; self.row_len()] }
+        Reader { tokens: *self, turn, rows: vec![0.0; self.heads * self.row_len()] }
     }
 }
 
-/// Reads rows, and keeps the sines and cosines of the last one's token.
+/// Reads tokens as f32. A kernel of its own, so that it is compiled once per level and not for every type written.
 pub(super) struct Reader<'a> {
     tokens: Tokens<'a>,
     turn: Option<Turn>,
-    token: usize,
-    row: Vec<f32>,
+    rows: Vec<f32>,
 }
 
 impl Reader<'_> {
-    /// Row `head` of `token`.
+    /// The rows of `token`, one after another.
+    pub(super) fn read(&mut self, cpu: &Cpu, token: usize) -> &[f32] {
+        cpu.run(Read { reader: self, token });
+        &self.rows
+    }
+}
+
+struct Read<'r, 'a> {
+    reader: &'r mut Reader<'a>,
+    token: usize,
+}
+
+impl Kernel for Read<'_, '_> {
+    type Out = ();
     #[inline(always)]
-    pub(super) fn read<V: Vector>(&mut self, v: V, token: usize, head: usize) -> &[f32] {
-        let r = token * self.tokens.heads + head;
-        let (first, rest) = self.row.split_at_mut(self.tokens.head.row_len());
-        self.tokens.head.widen(v, r, first);
-        if let (Some((angles, positions)), Some(turn)) = (self.tokens.turn, &mut self.turn) {
-            if token != self.token {
-                turn.to(angles, positions[token]);
-                self.token = token;
+    fn run<V: Vector>(self, v: V) {
+        let Reader { tokens, turn, rows } = self.reader;
+        if let (Some((angles, positions)), Some(turn)) = (tokens.turn, &mut *turn) {
+            turn.to(angles, positions[self.token]);
+        }
+        let (len, split) = (tokens.row_len(), tokens.head.row_len());
+        for head in 0..tokens.heads {
+            let r = self.token * tokens.heads + head;
+            let (first, rest) = rows[head * len..][..len].split_at_mut(split);
+            tokens.head.widen(v, r, first);
+            if let Some(turn) = turn {
+                turn.rotate(v, first);
             }
-            turn.rotate(v, first);
+            if let Some(x) = &tokens.rest {
+                x.widen(v, r, rest);
+            }
         }
-        if let Some(x) = &self.tokens.rest {
-            x.widen(v, r, rest);
-        }
-        &self.row
     }
 }
 
@@ -272,26 +286,37 @@ pub(crate) fn quantize(
     scale: f32,
     out: TensorMut<'_>,
 ) -> Result<()> {
+    let (nnz, heads) = (out.shape()[0], tokens.heads);
     with_float8!(op, arg, out.dtype(), D => {
-        let out = RowsMut::<D>::new(op, arg, out)?;
-        for_parts(cpu, out, |out| cpu.run(Quantize { tokens, scale, out }));
+        let ranges = token_parts(nnz, parts_for(cpu, nnz * heads * tokens.row_len()));
+        let out = RowsMut::<D>::new(op, arg, out)?.cut(ranges.iter().map(|t| t.len() * heads));
+        cpu.pool().scatter(ranges.into_iter().zip(out).collect(), |(range, mut out)| {
+            let mut reader = tokens.reader();
+            for token in range {
+                cpu.run(Quantize { x: reader.read(cpu, token), token, heads, scale, out: &mut out });
+            }
+        });
         Ok(())
     })
 }
 
-struct Quantize<'a, D> {
-    tokens: Tokens<'a>,
+struct Quantize<'r, 'a, D> {
+    /// Rows of `token`, one after another.
+    x: &'r [f32],
+    token: usize,
+    heads: usize,
     scale: f32,
-    out: RowsMut<'a, D>,
+    out: &'r mut RowsMut<'a, D>,
 }
 
-impl<D: Lane> Kernel for Quantize<'_, D> {
+impl<D: Lane> Kernel for Quantize<'_, '_, D> {
     type Out = ();
     #[inline(always)]
-    fn run<V: Vector>(mut self, v: V) {
-        let (mut reader, heads) = (self.tokens.reader(), self.tokens.heads);
-        for r in self.out.range() {
-            divide(v, reader.read(v, r / heads, r % heads), self.scale, self.out.row(r));
+    fn run<V: Vector>(self, v: V) {
+        let len = self.out.row_len();
+        for head in 0..self.heads {
+            let out = self.out.row(self.token * self.heads + head);
+            divide(v, &self.x[head * len..][..len], self.scale, out);
         }
     }
 }
