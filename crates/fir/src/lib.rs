@@ -5,8 +5,10 @@ mod cpu;
 pub mod env;
 pub mod error;
 pub mod exec;
+pub mod filters;
 pub mod kv;
 mod ops;
+pub mod philox;
 pub mod plan;
 pub mod reference;
 pub mod tensor;
@@ -14,7 +16,7 @@ pub mod tensor;
 pub mod testing;
 pub mod variant;
 
-pub use crate::ops::{norm, page, rope};
+pub use crate::ops::{activation, attention, gemm, norm, page, rope, sampling, speculative, topk};
 pub use crate::{
     error::{Error, Result},
     exec::Exec,

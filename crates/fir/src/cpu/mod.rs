@@ -1,7 +1,10 @@
 //! The CPU backend: algorithms written once over [`vector::Vector`], compiled for each level.
 
+pub(crate) mod activation;
 mod arch;
+pub(crate) mod attention;
 pub(crate) mod exec;
+pub(crate) mod gemm;
 pub(crate) mod level;
 pub(crate) mod math;
 pub(crate) mod norm;
@@ -9,4 +12,9 @@ pub(crate) mod page;
 pub(crate) mod pool;
 pub(crate) mod rope;
 pub(crate) mod rows;
+pub(crate) mod sampling;
+mod select;
+pub(crate) mod speculative;
+pub(crate) mod topk;
+pub(crate) mod variant;
 pub(crate) mod vector;

@@ -25,6 +25,9 @@ pub(crate) trait Vector: Copy + Send + Sync + 'static {
     /// `LANES` truth values.
     type M: Copy;
 
+    /// Runs `kernel` out of line, compiled for these instructions: once for all its callers.
+    fn call<K: Kernel>(self, kernel: K) -> K::Out;
+
     fn splat(self, x: f32) -> Self::F;
     fn load(self, x: &[f32]) -> Self::F;
     fn load_f16(self, x: &[f16]) -> Self::F;
@@ -65,6 +68,8 @@ pub(crate) trait Vector: Copy + Send + Sync + 'static {
     fn lt(self, a: Self::F, b: Self::F) -> Self::M;
     /// `if m { a } else { b }`.
     fn select(self, m: Self::M, a: Self::F, b: Self::F) -> Self::F;
+    /// Bit `i` is lane `i`.
+    fn bits(self, m: Self::M) -> u32;
 
     /// Sum of the lanes, always in the same order: halves added, then quarters, and so on.
     fn sum(self, a: Self::F) -> f32;

@@ -33,6 +33,14 @@ impl Ragged {
         Ok(Self { indptr, lens: lens.to_vec() })
     }
 
+    /// One row each: a decode batch.
+    pub fn ones(batch: usize) -> Result<Self> {
+        if batch > i32::MAX as usize {
+            return Err(Error::value("Ragged", "batch", batch, "at most 2^31 - 1"));
+        }
+        Ok(Self { indptr: (0..=batch as i32).collect(), lens: vec![1; batch] })
+    }
+
     /// Number of requests.
     pub fn batch(&self) -> usize {
         self.lens.len()

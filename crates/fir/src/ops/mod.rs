@@ -1,5 +1,11 @@
 //! The operators: public functions and plans with their docs, checks and dispatch.
 
+pub mod activation;
+pub mod attention;
+pub mod gemm;
 pub mod norm;
 pub mod page;
 pub mod rope;
+pub mod sampling;
+pub mod speculative;
+pub mod topk;

@@ -3,10 +3,7 @@
 mod schedule;
 mod workspace;
 
-pub(crate) use self::{
-    schedule::{Cut, Entry},
-    workspace::TileSizes,
-};
+pub(crate) use self::schedule::{Cut, Entry};
 pub use self::{
     schedule::{Item, Merge, Schedule, Split, TILE_KV},
     workspace::Scratch,

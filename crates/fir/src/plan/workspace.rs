@@ -1,38 +1,45 @@
 //! [`Scratch`]: memory a run needs besides its tensors, sized exactly by the plan.
 
+use std::sync::Mutex;
+
 use crate::error::{Error, Result};
 
-/// Floats of a worker's tile buffers.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct TileSizes {
-    /// Rows (query tokens × heads of one pass) and their padded widths.
-    pub rows: usize,
-    pub dim_qk: usize,
-    pub dim_vo: usize,
-}
-
 /// Memory of one call in flight; a plan's `scratch()` makes one of the right size. Two calls at once need two.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Scratch {
-    /// `[partial_rows, dim_vo + 2]`: output, then its `m` and `d`.
-    pub(crate) partials: Vec<f32>,
+    /// Rows of partial results: output, then its `m` and `d`.
+    partials: Vec<f32>,
+    /// A tile buffer per worker.
+    tiles: Vec<Mutex<Vec<f32>>>,
 }
 
 impl Scratch {
-    pub(crate) fn with_len(floats: usize) -> Self {
-        Self { partials: vec![0.0; floats] }
+    pub(crate) fn new(partials: usize, workers: usize, tile: usize) -> Self {
+        Self { partials: vec![0.0; partials], tiles: (0..workers).map(|_| Mutex::new(vec![0.0; tile])).collect() }
     }
 
     /// Bytes it holds.
     pub fn bytes(&self) -> usize {
-        self.partials.len() * size_of::<f32>()
+        let tile = self.tiles.first().map_or(0, |t| t.lock().map_or(0, |t| t.len()));
+        (self.partials.len() + tile * self.tiles.len()) * size_of::<f32>()
     }
 
-    /// The first `floats` of it.
-    pub(crate) fn partials(&mut self, op: &'static str, floats: usize) -> Result<&mut [f32]> {
-        let have = self.partials.len();
-        self.partials.get_mut(..floats).ok_or_else(|| {
-            Error::value(op, "scratch", format!("{have} floats"), format!("{floats} as this plan needs"))
-        })
+    /// The first `partials` floats of partial results and the workers' tiles, each of at least `tile` floats.
+    pub(crate) fn take(
+        &mut self,
+        op: &'static str,
+        partials: usize,
+        tile: usize,
+    ) -> Result<(&mut [f32], &[Mutex<Vec<f32>>])> {
+        let have = (self.partials.len(), self.tiles.iter_mut().map(|t| t.get_mut().map_or(0, |t| t.len())).min());
+        if have.0 < partials || have.1.is_none_or(|t| t < tile) {
+            return Err(Error::value(
+                op,
+                "scratch",
+                format!("{} floats of partial results and tiles of {}", have.0, have.1.unwrap_or(0)),
+                format!("{partials} and {tile}, as this plan's `scratch()` makes"),
+            ));
+        }
+        Ok((&mut self.partials[..partials], &self.tiles))
     }
 }

@@ -5,9 +5,15 @@
 //! [`Precision::Naive`] the same loops round as plain low-precision code would, which is what the tests' tolerance
 //! is measured from.
 
+pub mod activation;
+pub mod attention;
+pub mod gemm;
 pub mod norm;
 pub mod page;
 pub mod rope;
+pub mod sampling;
+pub mod speculative;
+pub mod topk;
 
 use crate::error::Result;
 use crate::tensor::{DType, E4m3, E5m2, Float, TensorRef, bf16, f16};

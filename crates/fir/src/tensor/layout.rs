@@ -167,6 +167,15 @@ impl Layout {
         false
     }
 
+    /// The layout with a new axis of size 1 (and stride 1) before the others, or after them.
+    pub(crate) fn with_unit(&self, op: &'static str, last: bool) -> Result<Self> {
+        let (mut shape, mut strides) = (self.shape.to_vec(), self.strides.to_vec());
+        let at = if last { shape.len() } else { 0 };
+        shape.insert(at, 1);
+        strides.insert(at, 1);
+        Self::strided(op, "self", &shape, &strides)
+    }
+
     /// The layout with `axis` cut to `len` entries; the caller moves the start.
     pub(crate) fn narrow(mut self, axis: usize, len: usize) -> Self {
         self.shape[axis] = len;

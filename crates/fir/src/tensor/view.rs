@@ -282,10 +282,25 @@ impl<'a> TensorRef<'a> {
 
     /// With a new first axis of size 1.
     pub fn unsqueeze(self) -> Result<Self> {
-        let (mut shape, mut strides) = (vec![1], vec![0]);
-        shape.extend_from_slice(self.shape());
-        strides.extend_from_slice(self.strides());
-        Ok(Self { layout: Layout::strided("TensorRef::unsqueeze", "self", &shape, &strides)?, ..self })
+        Ok(Self { layout: self.layout.with_unit("TensorRef::unsqueeze", false)?, ..self })
+    }
+
+    /// With a new last axis of size 1.
+    pub fn with_unit_axis(self) -> Result<Self> {
+        Ok(Self { layout: self.layout.with_unit("TensorRef::with_unit_axis", true)?, ..self })
+    }
+
+    /// The first axis, a multiple of `inner`, as two: `[n, …]` becomes `[n / inner, inner, …]`.
+    pub fn split_axis(self, inner: usize) -> Result<Self> {
+        const OP: &str = "TensorRef::split_axis";
+        let (shape, strides) = (self.shape(), self.strides());
+        if inner == 0 || shape.is_empty() || !shape[0].is_multiple_of(inner) {
+            return Err(Error::value(OP, "inner", inner, format!("a divisor of the first axis of {shape:?}")));
+        }
+        let step = inner.saturating_mul(strides[0]);
+        let new_shape = [&[shape[0] / inner, inner], &shape[1..]].concat();
+        let new_strides = [&[step, strides[0]], &strides[1..]].concat();
+        Ok(Self { layout: Layout::strided(OP, "self", &new_shape, &new_strides)?, ..self })
     }
 
     /// The same elements under another shape; only for contiguous tensors.
@@ -308,7 +323,9 @@ impl<'a> TensorRef<'a> {
             return Err(Error::DType { op, arg, got: self.dtype.name(), want: T::DTYPE.name().into() });
         }
         let n = self.layout.extent() * self.dtype.size();
-        Ok(View { data: bytemuck::cast_slice(&self.bytes[..n]), layout: self.layout })
+        // No bytes at all may be aligned for nothing but bytes.
+        let data = if n == 0 { &[] } else { bytemuck::cast_slice(&self.bytes[..n]) };
+        Ok(View { data, layout: self.layout })
     }
 
     /// Every element in row-major order as f32; for float types other than fp4.
@@ -390,11 +407,28 @@ impl<'a> TensorMut<'a> {
         Ok(Self { bytes: &mut self.bytes[start..], layout, dtype: self.dtype })
     }
 
+    /// Entry `index` of `axis`, which disappears.
+    pub fn select(self, axis: usize, index: usize) -> Result<Self> {
+        check_axis(&self.layout, axis)?;
+        let t = self.slice(axis, index..index.saturating_add(1))?;
+        Ok(Self { layout: t.layout.without(axis), ..t })
+    }
+
     /// Exchanges two axes.
     pub fn transpose(self, a: usize, b: usize) -> Result<Self> {
         check_axis(&self.layout, a)?;
         check_axis(&self.layout, b)?;
         Ok(Self { layout: self.layout.transpose(a, b), ..self })
+    }
+
+    /// With a new first axis of size 1.
+    pub fn unsqueeze(self) -> Result<Self> {
+        Ok(Self { layout: self.layout.with_unit("TensorMut::unsqueeze", false)?, ..self })
+    }
+
+    /// With a new last axis of size 1.
+    pub fn with_unit_axis(self) -> Result<Self> {
+        Ok(Self { layout: self.layout.with_unit("TensorMut::with_unit_axis", true)?, ..self })
     }
 
     /// With the element type known; `op` and `arg` are for the message when it is another.
@@ -403,7 +437,8 @@ impl<'a> TensorMut<'a> {
             return Err(Error::DType { op, arg, got: self.dtype.name(), want: T::DTYPE.name().into() });
         }
         let n = self.layout.extent() * self.dtype.size();
-        Ok(ViewMut { data: bytemuck::cast_slice_mut(&mut self.bytes[..n]), layout: self.layout })
+        let data = if n == 0 { &mut [] } else { bytemuck::cast_slice_mut(&mut self.bytes[..n]) };
+        Ok(ViewMut { data, layout: self.layout })
     }
 }
 

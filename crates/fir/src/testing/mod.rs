@@ -2,8 +2,10 @@
 
 mod compare;
 mod generate;
+mod variant;
 
 pub use self::{
     compare::{Compare, compare},
     generate::Rng,
+    variant::{Case, init_error, logit_error, output_error, scale_error},
 };

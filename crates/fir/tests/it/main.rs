@@ -1,6 +1,13 @@
 //! One binary for all integration tests: a file per operator, every implementation against the reference.
 
+mod activation;
+mod attention;
+mod gemm;
 mod norm;
 mod page;
 mod rope;
+mod sampling;
+mod speculative;
 mod support;
+mod topk;
+mod variant;

@@ -38,5 +38,33 @@ pub(crate) fn assert_matches(
     }
 }
 
+/// Checks by Pearson's statistic that tokens were drawn from `dist`, with a bound that a right sampler exceeds but once
+/// in a million. Tokens expected fewer than 5 times count as one, as the statistic's law needs.
+#[track_caller]
+pub(crate) fn assert_distributed(what: &str, tokens: impl Iterator<Item = i32>, dist: &[f64]) {
+    let mut counts = vec![0usize; dist.len()];
+    tokens.for_each(|t| counts[t as usize] += 1);
+    let n: usize = counts.iter().sum();
+    let (mut chi2, mut cells, mut rare) = (0.0, 0.0, (0.0, 0.0));
+    let term = |count: f64, expected: f64| (count - expected).powi(2) / expected;
+    for (t, (&count, &p)) in counts.iter().zip(dist).enumerate() {
+        let expected = n as f64 * p;
+        assert!(p > 0.0 || count == 0, "{what}: token {t} has no mass and was drawn {count} times");
+        if expected >= 5.0 {
+            chi2 += term(count as f64, expected);
+            cells += 1.0;
+        } else {
+            rare = (rare.0 + count as f64, rare.1 + expected);
+        }
+    }
+    if rare.1 > 0.0 {
+        chi2 += term(rare.0, rare.1);
+        cells += 1.0;
+    }
+    let df = f64::max(cells - 1.0, 1.0);
+    let bound = df + 5.0 * (2.0 * df).sqrt() + 10.0;
+    assert!(n > 0 && chi2 < bound, "{what}: {chi2} >= {bound}: {counts:?} for {dist:?}");
+}
+
 /// The float types operators take and give.
 pub(crate) const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];

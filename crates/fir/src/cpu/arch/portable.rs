@@ -1,6 +1,6 @@
 //! Eight lanes in plain Rust: what any CPU runs, and what the others are compared with.
 
-use crate::cpu::vector::Vector;
+use crate::cpu::vector::{Kernel, Vector};
 use crate::tensor::{E4m3, E5m2, Float, bf16, f16};
 
 /// The level that needs no instruction beyond the target's baseline.
@@ -30,6 +30,10 @@ impl Vector for Portable {
     type F = F;
     type M = [bool; 8];
 
+    #[inline(never)]
+    fn call<K: Kernel>(self, kernel: K) -> K::Out {
+        kernel.run(self)
+    }
     #[inline(always)]
     fn splat(self, x: f32) -> F {
         [x; 8]
@@ -136,6 +140,12 @@ impl Vector for Portable {
     #[inline(always)]
     fn select(self, m: [bool; 8], a: F, b: F) -> F {
         std::array::from_fn(|i| if m[i] { a[i] } else { b[i] })
+    }
+    #[inline(always)]
+    fn bits(self, m: [bool; 8]) -> u32 {
+        // One multiplication gathers eight 0/1 bytes: byte i lands in bit 56 + i.
+        let bytes = u64::from_le_bytes(m.map(u8::from));
+        (bytes.wrapping_mul(0x0102_0408_1020_4080) >> 56) as u32
     }
     #[inline(always)]
     fn sum(self, a: F) -> f32 {

@@ -89,6 +89,10 @@ impl Vector for Avx2 {
     type M = __m256;
 
     #[inline(always)]
+    fn call<K: Kernel>(self, kernel: K) -> K::Out {
+        self.run(kernel)
+    }
+    #[inline(always)]
     fn splat(self, x: f32) -> __m256 {
         with!(self, _mm256_set1_ps(x))
     }
@@ -229,6 +233,10 @@ impl Vector for Avx2 {
         with!(self, _mm256_blendv_ps(b, a, m))
     }
     #[inline(always)]
+    fn bits(self, m: __m256) -> u32 {
+        with!(self, _mm256_movemask_ps(m)) as u32
+    }
+    #[inline(always)]
     fn sum(self, a: __m256) -> f32 {
         with!(self, {
             let b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps::<1>(a));
@@ -238,7 +246,14 @@ impl Vector for Avx2 {
     }
     #[inline(always)]
     fn sums4(self, a: [__m256; 4]) -> [f32; 4] {
-        with!(self, sums4_of_128(a.map(|a| _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps::<1>(a)))))
+        // Written out: a closure for `map` would be compiled without AVX, every intrinsic in it a call.
+        with!(self, {
+            let (al, ah) = (_mm256_castps256_ps128(a[0]), _mm256_extractf128_ps::<1>(a[0]));
+            let (bl, bh) = (_mm256_castps256_ps128(a[1]), _mm256_extractf128_ps::<1>(a[1]));
+            let (cl, ch) = (_mm256_castps256_ps128(a[2]), _mm256_extractf128_ps::<1>(a[2]));
+            let (dl, dh) = (_mm256_castps256_ps128(a[3]), _mm256_extractf128_ps::<1>(a[3]));
+            sums4_of_128([_mm_add_ps(al, ah), _mm_add_ps(bl, bh), _mm_add_ps(cl, ch), _mm_add_ps(dl, dh)])
+        })
     }
     #[inline(always)]
     fn max_lane(self, a: __m256) -> f32 {
@@ -273,6 +288,10 @@ impl Vector for Avx512 {
     type F = __m512;
     type M = __mmask16;
 
+    #[inline(always)]
+    fn call<K: Kernel>(self, kernel: K) -> K::Out {
+        self.run(kernel)
+    }
     #[inline(always)]
     fn splat(self, x: f32) -> __m512 {
         with!(self, _mm512_set1_ps(x))
@@ -408,6 +427,10 @@ impl Vector for Avx512 {
         with!(self, _mm512_mask_blend_ps(m, b, a))
     }
     #[inline(always)]
+    fn bits(self, m: __mmask16) -> u32 {
+        u32::from(m)
+    }
+    #[inline(always)]
     fn sum(self, a: __m512) -> f32 {
         with!(self, {
             let b = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps::<1>(a));
@@ -418,9 +441,14 @@ impl Vector for Avx512 {
     }
     #[inline(always)]
     fn sums4(self, a: [__m512; 4]) -> [f32; 4] {
+        // As there; an `Avx512` proves an `Avx2`.
         with!(self, {
-            let halves = a.map(|a| _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps::<1>(a)));
-            sums4_of_128(halves.map(|b| _mm_add_ps(_mm256_castps256_ps128(b), _mm256_extractf128_ps::<1>(b))))
+            let (al, ah) = (_mm512_castps512_ps256(a[0]), _mm512_extractf32x8_ps::<1>(a[0]));
+            let (bl, bh) = (_mm512_castps512_ps256(a[1]), _mm512_extractf32x8_ps::<1>(a[1]));
+            let (cl, ch) = (_mm512_castps512_ps256(a[2]), _mm512_extractf32x8_ps::<1>(a[2]));
+            let (dl, dh) = (_mm512_castps512_ps256(a[3]), _mm512_extractf32x8_ps::<1>(a[3]));
+            let halves = [_mm256_add_ps(al, ah), _mm256_add_ps(bl, bh), _mm256_add_ps(cl, ch), _mm256_add_ps(dl, dh)];
+            Avx2(()).sums4(halves)
         })
     }
     #[inline(always)]

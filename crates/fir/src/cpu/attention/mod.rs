@@ -1,0 +1,540 @@
+//! Attention on the CPU: one kernel for decode, prefill, mixed batches, cascade levels, latent and sparse attention.
+//!
+//! A worker walks its items of the schedule. For an item it keeps, per query row, the running maximum `m`, the sum
+//! `d` and the unnormalised output `o`; for every KV tile and head it widens the keys (f32, in cache), takes the
+//! scores, lets the variant turn them into logits, rescales, and adds the weighted values.
+//!
+//! Weights are `2^(base * (s - m))`: the difference is taken first, as it is small where weights are not, so a logit
+//! of 100 costs no digits. `base` is `log2(e)` for logits, and carries the softmax scale too when the variant leaves
+//! the plain dot products alone.
+//!
+//! Tiles outer, heads inner: a tile's rows of all heads lie side by side in memory, so lines that the hardware
+//! prefetches for one head are the next head's.
+
+mod merge;
+mod operand;
+mod tile;
+
+use std::sync::{Mutex, PoisonError};
+
+use self::merge::Merges;
+pub(crate) use self::merge::{merge_levels, merge_state, merge_state_in_place, merge_states};
+pub(crate) use self::operand::Operand;
+use self::tile::Values;
+use super::exec::Cpu;
+use super::math;
+use super::pool::{RowsMut, RowsOnce};
+use super::rows::narrow;
+use super::variant::{self as hooks, Registers};
+use super::vector::{Kernel, Vector};
+use crate::kv::{PageTable, Ragged};
+use crate::plan::{Item, Schedule, TILE_KV};
+use crate::tensor::{bf16, f16};
+use crate::variant::{Block, Bound, RowCtx, RowProgram, Visible};
+
+/// Most query rows (tokens × heads) of one pass over an item's KV, unless one token's group alone has more.
+pub(crate) const MAX_ROWS: usize = 64;
+
+/// Where a request's KV rows are.
+#[derive(Clone, Copy)]
+pub(crate) enum Index<'a> {
+    Paged(&'a PageTable<'a>),
+    Ragged(&'a Ragged),
+}
+
+/// Of which request a query token is, and where in it. Lengths are of the whole request, cascade levels together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Token {
+    pub batch: i32,
+    pub q_idx: i32,
+    pub q_len: i32,
+    pub kv_len: i32,
+}
+
+/// Everything that one launch reads.
+pub(crate) struct Launch<'a> {
+    pub schedule: &'a Schedule,
+    pub tokens: &'a [Token],
+    /// First KV position of each request of the schedule: not 0 at the lower levels of a cascade.
+    pub kv_base: Option<&'a [i32]>,
+    /// Parts of a query row and the factor of each.
+    pub q: &'a [(Operand<'a>, f32)],
+    /// Factor of the scores, above 0.
+    pub sm_scale: f32,
+    /// Parts of a key row.
+    pub k: &'a [Operand<'a>],
+    /// Values; `None`: the first `dim_vo` elements of the key.
+    pub v: Option<Operand<'a>>,
+    pub v_scale: f32,
+    pub dim_vo: usize,
+    /// Query heads per KV head.
+    pub group: usize,
+    pub kv_heads: usize,
+    pub index: Index<'a>,
+    pub program: &'a RowProgram,
+    pub bound: &'a Bound<'a>,
+}
+
+/// Where finished rows go.
+pub(crate) enum Sink<'a> {
+    /// Normalised rows `[tokens, heads, dim_vo]`, and `[tokens * heads, 1]` base-2 log-sum-exps if wanted.
+    Output { out: Out<'a>, lse: Option<RowsOnce<'a, f32>> },
+    /// States `[tokens * heads, dim_vo + 2]`: unnormalised output, `m`, `d`.
+    States(RowsOnce<'a, f32>),
+}
+
+/// Output rows of some type.
+pub(crate) enum Out<'a> {
+    F32(RowsOnce<'a, f32>),
+    F16(RowsOnce<'a, f16>),
+    Bf16(RowsOnce<'a, bf16>),
+}
+
+/// A row's running state: maximum, in the units that [`base`] takes to base 2, and sum.
+#[derive(Clone, Copy)]
+struct State {
+    m: f32,
+    d: f32,
+}
+
+/// Floats of one worker's tile buffers.
+pub(crate) fn tile_floats(dim_qk: usize, dim_vo: usize, shared_v: bool, group: usize) -> usize {
+    let rows = MAX_ROWS.max(group);
+    let (dq, dv) = (padded(dim_qk), padded(dim_vo));
+    rows * (dq + dv) + TILE_KV * (dq + if shared_v { 0 } else { dv }) + rows * TILE_KV
+}
+
+/// Rows are padded to whole vectors of the widest level.
+fn padded(dim: usize) -> usize {
+    dim.next_multiple_of(16)
+}
+
+/// Runs the schedule. `partials` is `[partial_rows, dim_vo + 2]`, `tiles` has a buffer per worker.
+pub(crate) fn run(cpu: &Cpu, launch: &Launch<'_>, partials: &mut [f32], tiles: &[Mutex<Vec<f32>>], sink: &Sink<'_>) {
+    let width = launch.dim_vo + 2;
+    let schedule = launch.schedule;
+    {
+        let rows = RowsOnce::new(RowsMut::from_slice(partials, width));
+        cpu.pool().run(&|worker| {
+            // A pool of another size than the plan's takes the plan's workers in turn.
+            let mine = (worker..schedule.workers()).step_by(cpu.workers());
+            if mine.clone().all(|w| schedule.of(w).is_empty()) {
+                return;
+            }
+            let mut tile = tiles[worker % tiles.len()].lock().unwrap_or_else(PoisonError::into_inner);
+            cpu.run(Items { launch, mine, tile: &mut tile, partials: &rows, sink });
+        });
+    }
+    let merges = schedule.merges();
+    if !merges.is_empty() {
+        let partials = &*partials;
+        let each = merges.len().div_ceil(cpu.workers());
+        cpu.pool().scatter(merges.chunks(each).collect(), |merges| cpu.run(Merges { launch, merges, partials, sink }));
+    }
+}
+
+struct Items<'a, I> {
+    launch: &'a Launch<'a>,
+    mine: I,
+    tile: &'a mut Vec<f32>,
+    partials: &'a RowsOnce<'a, f32>,
+    sink: &'a Sink<'a>,
+}
+
+impl<I: Iterator<Item = usize>> Kernel for Items<'_, I> {
+    type Out = ();
+    #[inline(always)]
+    fn run<V: Vector>(self, v: V) {
+        let mut regs = Registers::default();
+        let mut states = vec![State { m: 0.0, d: 0.0 }; MAX_ROWS.max(self.launch.group)];
+        for w in self.mine {
+            for item in self.launch.schedule.of(w) {
+                run_item(v, self.launch, item, self.tile, self.partials, self.sink, &mut regs, &mut states);
+            }
+        }
+    }
+}
+
+#[expect(clippy::too_many_arguments, reason = "one call site")]
+#[inline(always)]
+fn run_item<V: Vector>(
+    v: V,
+    launch: &Launch<'_>,
+    item: &Item,
+    tile: &mut [f32],
+    partials: &RowsOnce<'_, f32>,
+    sink: &Sink<'_>,
+    regs: &mut Registers,
+    states: &mut [State],
+) {
+    let (group, tokens) = (launch.group, item.q_len as usize);
+    let per_head = tokens * group;
+    let heads_per_pass = (MAX_ROWS / per_head).max(1) as u32;
+    let dim_qk: usize = launch.k.iter().map(Operand::dim).sum();
+    let (dq, dv) = (padded(dim_qk), padded(launch.dim_vo));
+    let rows = MAX_ROWS.max(group);
+
+    let (q, rest) = tile.split_at_mut(rows * dq);
+    let (o, rest) = rest.split_at_mut(rows * dv);
+    let (s, rest) = rest.split_at_mut(rows * TILE_KV);
+    let (k, x) = rest.split_at_mut(TILE_KV * dq);
+    let mut at = [[0usize; 2]; TILE_KV];
+    let mut ahead = [[0usize; 2]; TILE_KV];
+
+    let program = launch.program;
+    let softmax = program.softmax();
+    let (base, natural) = (base(launch), natural(launch));
+    let block = block_of(launch, item);
+
+    let mut head_start = item.head_start;
+    while head_start < item.head_end {
+        let heads = head_start..item.head_end.min(head_start + heads_per_pass);
+        let pass_rows = heads.len() * per_head;
+        head_start = heads.end;
+
+        // Queries of the pass, transformed and scaled; empty states.
+        for (h, head) in heads.clone().enumerate() {
+            for row in 0..per_head {
+                let token = item.q_start as usize + row / group;
+                let qo_head = head as usize * group + row % group;
+                let ctx = ctx_of(launch, token, qo_head);
+                let at = h * per_head + row;
+                load_query(v, launch, &ctx, token, &mut q[at * dq..][..dq], regs);
+                states[at] = start_state(launch, item, &ctx, regs);
+            }
+        }
+        o[..pass_rows * dv].fill(0.0);
+
+        let mut pos = item.kv_start;
+        locate(launch.index, item.request as usize, pos, item.kv_end, &mut at);
+        while pos < item.kv_end {
+            let n = (item.kv_end - pos).min(TILE_KV as u32) as usize;
+            let next = pos + n as u32;
+            if next < item.kv_end {
+                locate(launch.index, item.request as usize, next, item.kv_end, &mut ahead);
+            }
+            let n_ahead = (item.kv_end - next).min(TILE_KV as u32) as usize;
+            let kv_pos = launch.kv_base.map_or(0, |b| b[item.request as usize]) + pos as i32;
+            let visible = if program.has_mask() {
+                program.block(Some(launch.bound), &Block { kv_pos: (kv_pos, kv_pos + n as i32 - 1), ..block })
+            } else {
+                Visible::All
+            };
+            if visible != Visible::None {
+                for (h, head) in heads.clone().enumerate() {
+                    let rows = h * per_head..(h + 1) * per_head;
+                    let s = &mut s[..per_head * TILE_KV];
+                    load_keys(v, launch, item, head, kv_pos, &at[..n], &ahead[..n_ahead], k, dq, regs);
+                    tile::scores(v, &q[rows.start * dq..rows.end * dq], k, dq, n, s);
+                    if launch.v.is_some() {
+                        load_values(v, launch, item, head, kv_pos, &at[..n], &ahead[..n_ahead], x, dv, regs);
+                    }
+                    // The values are the keys' first elements in latent attention: same rows, wider stride.
+                    let x = match launch.v {
+                        Some(_) => Values { x, stride: dv, n },
+                        None => Values { x: k, stride: dq, n },
+                    };
+                    let careful = visible == Visible::Some && !tile::all_finite(v, &x.x[..n * x.stride]);
+                    for row in 0..per_head {
+                        let ctx =
+                            ctx_of(launch, item.q_start as usize + row / group, head as usize * group + row % group);
+                        let s = &mut s[row * TILE_KV..][..TILE_KV];
+                        if natural {
+                            for s in &mut s[..n] {
+                                *s *= launch.sm_scale;
+                            }
+                        }
+                        if program.has_logits() || visible == Visible::Some {
+                            let masked = visible == Visible::Some;
+                            hooks::logits(v, program, launch.bound, &ctx, kv_pos, &mut s[..n], regs, masked);
+                        }
+                        if softmax {
+                            let o = &mut o[(rows.start + row) * dv..][..dv];
+                            softmax_row(v, s, n, base, &mut states[rows.start + row], o);
+                        }
+                    }
+                    let o = &mut o[rows.start * dv..rows.end * dv];
+                    if careful {
+                        tile::accumulate_visible(s, x, o, dv);
+                    } else {
+                        tile::accumulate(v, s, x, o, dv);
+                    }
+                }
+            }
+            std::mem::swap(&mut at, &mut ahead);
+            pos = next;
+        }
+
+        for (h, head) in heads.enumerate() {
+            for row in 0..per_head {
+                let at = h * per_head + row;
+                let token = item.q_start as usize + row / group;
+                let qo_head = head as usize * group + row % group;
+                let (o, state) = (&mut o[at * dv..][..launch.dim_vo], states[at]);
+                if item.partial != Item::WHOLE {
+                    let part = (head - item.head_start) as usize * per_head + row;
+                    write_state(partials.take(item.partial as usize + part), o, state);
+                } else {
+                    finish(v, launch, token, qo_head, o, state, sink, regs);
+                }
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn ctx_of(launch: &Launch<'_>, token: usize, qo_head: usize) -> RowCtx {
+    let Token { batch, q_idx, q_len, kv_len } = launch.tokens[token];
+    RowCtx { batch, q_idx, q_len, kv_len, qo_head: qo_head as i32, kv_head: (qo_head / launch.group) as i32 }
+}
+
+/// Bounds of everything a mask may ask of an item's rows; `kv_pos` is the tile's to fill in.
+fn block_of(launch: &Launch<'_>, item: &Item) -> Block {
+    let tokens = &launch.tokens[item.q_start as usize..][..item.q_len as usize];
+    let range =
+        |f: fn(&Token) -> i32| tokens.iter().map(f).fold((i32::MAX, i32::MIN), |(lo, hi), x| (lo.min(x), hi.max(x)));
+    Block {
+        batch: range(|t| t.batch),
+        q_idx: range(|t| t.q_idx),
+        q_len: range(|t| t.q_len),
+        kv_len: range(|t| t.kv_len),
+        q_pos: range(|t| t.kv_len.wrapping_sub(t.q_len).wrapping_add(t.q_idx)),
+        kv_pos: (0, 0),
+        qo_head: ((item.head_start as usize * launch.group) as i32, (item.head_end as usize * launch.group) as i32 - 1),
+        kv_head: (item.head_start as i32, item.head_end as i32 - 1),
+    }
+}
+
+#[inline(always)]
+fn load_query<V: Vector>(v: V, launch: &Launch<'_>, ctx: &RowCtx, token: usize, q: &mut [f32], regs: &mut Registers) {
+    let qo_head = ctx.qo_head as usize;
+    let base = if launch.program.has_logits() || !launch.program.softmax() { 1.0 } else { std::f32::consts::LOG2_E };
+    let mut from = 0;
+    for (part, _) in launch.q {
+        part.widen_row(v, [0, token, qo_head], &mut q[from..]);
+        from += part.dim();
+    }
+    if launch.program.has_query() {
+        hooks::query(v, launch.program, launch.bound, ctx, ctx.q_pos(), &mut q[..from], regs);
+    }
+    let mut from = 0;
+    for (part, factor) in launch.q {
+        if *factor != 1.0 {
+            for x in &mut q[from..from + part.dim()] {
+                *x *= factor;
+            }
+        }
+        from += part.dim();
+    }
+}
+
+/// Whether scores are scaled as soon as they are taken: the variant reads them, or they are the weights.
+#[inline(always)]
+fn natural(launch: &Launch<'_>) -> bool {
+    launch.program.has_logits() || !launch.program.softmax()
+}
+
+/// What turns a difference of logits into one of base-2 exponents.
+#[inline(always)]
+fn base(launch: &Launch<'_>) -> f32 {
+    std::f32::consts::LOG2_E * if natural(launch) { 1.0 } else { launch.sm_scale }
+}
+
+#[inline(always)]
+fn start_state(launch: &Launch<'_>, item: &Item, ctx: &RowCtx, regs: &mut Registers) -> State {
+    if !launch.program.softmax() {
+        // Weights need no maximum and sums no division: a state that merges by addition.
+        return State { m: 0.0, d: 1.0 };
+    }
+    let first = item.kv_start == 0 && launch.kv_base.is_none_or(|b| b[item.request as usize] == 0);
+    match hooks::init(launch.program, launch.bound, ctx, regs) {
+        Some(logit) if first => State { m: logit * (std::f32::consts::LOG2_E / base(launch)), d: 1.0 },
+        _ => State { m: f32::NEG_INFINITY, d: 0.0 },
+    }
+}
+
+/// Page and slot of the positions from `pos` on, a tile of them at most.
+#[inline(always)]
+fn locate(index: Index<'_>, request: usize, pos: u32, end: u32, at: &mut [[usize; 2]; TILE_KV]) {
+    let n = (end - pos).min(TILE_KV as u32) as usize;
+    match index {
+        Index::Ragged(indptr) => {
+            let first = indptr.indptr()[request] as usize + pos as usize;
+            for (i, at) in at[..n].iter_mut().enumerate() {
+                *at = [0, first + i];
+            }
+        }
+        Index::Paged(table) => {
+            let (pages, size) = (table.pages(request), table.page_size());
+            let (mut page, mut slot) = (pos as usize / size, pos as usize % size);
+            for at in &mut at[..n] {
+                *at = [pages[page] as usize, slot];
+                slot += 1;
+                if slot == size {
+                    (page, slot) = (page + 1, 0);
+                }
+            }
+        }
+    }
+}
+
+#[expect(clippy::too_many_arguments, reason = "one call site; a struct would be built per tile and head")]
+#[inline(always)]
+fn load_keys<V: Vector>(
+    v: V,
+    launch: &Launch<'_>,
+    item: &Item,
+    head: u32,
+    kv_pos: i32,
+    at: &[[usize; 2]],
+    ahead: &[[usize; 2]],
+    k: &mut [f32],
+    dq: usize,
+    regs: &mut Registers,
+) {
+    for (j, (&[page, slot], k)) in at.iter().zip(k.chunks_exact_mut(dq)).enumerate() {
+        let mut from = 0;
+        for part in launch.k {
+            part.widen_row(v, [page, slot, head as usize], &mut k[from..]);
+            if let Some(&[page, slot]) = ahead.get(j) {
+                part.prefetch_row(v, [page, slot, head as usize]);
+            }
+            from += part.dim();
+        }
+        if launch.program.has_key() {
+            let ctx = kv_ctx(launch, item, head);
+            hooks::key(v, launch.program, launch.bound, &ctx, kv_pos + j as i32, &mut k[..from], regs);
+        }
+    }
+}
+
+#[expect(clippy::too_many_arguments, reason = "as load_keys")]
+#[inline(always)]
+fn load_values<V: Vector>(
+    v: V,
+    launch: &Launch<'_>,
+    item: &Item,
+    head: u32,
+    kv_pos: i32,
+    at: &[[usize; 2]],
+    ahead: &[[usize; 2]],
+    x: &mut [f32],
+    dv: usize,
+    regs: &mut Registers,
+) {
+    let Some(values) = &launch.v else { return };
+    for (j, (&[page, slot], x)) in at.iter().zip(x.chunks_exact_mut(dv)).enumerate() {
+        values.widen_row(v, [page, slot, head as usize], x);
+        if let Some(&[page, slot]) = ahead.get(j) {
+            values.prefetch_row(v, [page, slot, head as usize]);
+        }
+        if launch.program.has_value() {
+            let ctx = kv_ctx(launch, item, head);
+            hooks::value(v, launch.program, launch.bound, &ctx, kv_pos + j as i32, &mut x[..launch.dim_vo], regs);
+        }
+    }
+}
+
+/// What transforms of keys and values may ask: the request, its lengths and the head.
+#[inline(always)]
+fn kv_ctx(launch: &Launch<'_>, item: &Item, head: u32) -> RowCtx {
+    ctx_of(launch, item.q_start as usize, head as usize * launch.group)
+}
+
+/// Turns the logits `s[..n]` into weights, and brings state and output to the new maximum.
+#[inline(always)]
+fn softmax_row<V: Vector>(v: V, s: &mut [f32], n: usize, base: f32, state: &mut State, o: &mut [f32]) {
+    let n = {
+        let whole = n.next_multiple_of(V::LANES);
+        s[n..whole].fill(f32::NEG_INFINITY);
+        whole
+    };
+    let mut max = v.splat(f32::NEG_INFINITY);
+    let mut j = 0;
+    while j < n {
+        max = v.max(v.load(&s[j..]), max);
+        j += V::LANES;
+    }
+    let max = v.max_lane(max);
+    let m = if max > state.m { max } else { state.m };
+    // A row without a visible position so far has no maximum; 0 keeps -inf - (-inf) away.
+    let shift = if m == f32::NEG_INFINITY { 0.0 } else { m };
+    let mut sum = v.splat(0.0);
+    let mut j = 0;
+    while j < n {
+        let p = math::exp2(v, v.mul(v.sub(v.load(&s[j..]), v.splat(shift)), v.splat(base)));
+        v.store(p, &mut s[j..]);
+        sum = v.add(sum, p);
+        j += V::LANES;
+    }
+    let sum = v.sum(sum);
+    if m == state.m {
+        state.d += sum;
+        return;
+    }
+    let scale = ((state.m - shift) * base).exp2();
+    *state = State { m, d: state.d * scale + sum };
+    let mut c = 0;
+    while c < o.len() {
+        v.store(v.mul(v.load(&o[c..]), v.splat(scale)), &mut o[c..]);
+        c += V::LANES;
+    }
+}
+
+#[inline(always)]
+fn write_state(row: &mut [f32], o: &[f32], state: State) {
+    let (out, md) = row.split_at_mut(o.len());
+    out.copy_from_slice(o);
+    md.copy_from_slice(&[state.m, state.d]);
+}
+
+/// Normalises a row, lets the variant's `output` have it, and writes it.
+#[expect(clippy::too_many_arguments, reason = "as load_keys")]
+#[inline(always)]
+fn finish<V: Vector>(
+    v: V,
+    launch: &Launch<'_>,
+    token: usize,
+    qo_head: usize,
+    o: &mut [f32],
+    state: State,
+    sink: &Sink<'_>,
+    regs: &mut Registers,
+) {
+    let row = token * launch.kv_heads * launch.group + qo_head;
+    let (out, lse) = match sink {
+        Sink::States(rows) => return write_state(rows.take(row), o, state),
+        Sink::Output { out, lse } => (out, lse),
+    };
+    // Nothing visible: d = 0, the output is 0 and its log-sum-exp -inf.
+    let scale = match state.d {
+        _ if !launch.program.softmax() => launch.v_scale,
+        0.0 => 0.0,
+        d => launch.v_scale / d,
+    };
+    for x in &mut *o {
+        *x *= scale;
+    }
+    let program = launch.program;
+    if program.has_output() {
+        let ctx = ctx_of(launch, token, qo_head);
+        hooks::output(
+            v,
+            program,
+            launch.bound,
+            &ctx,
+            o,
+            state.m * (base(launch) * std::f32::consts::LN_2),
+            state.d,
+            regs,
+        );
+    }
+    if let Some(lse) = lse {
+        lse.take(row)[0] = state.m * base(launch) + state.d.log2();
+    }
+    match out {
+        Out::F32(rows) => narrow(v, o, rows.take(row)),
+        Out::F16(rows) => narrow(v, o, rows.take(row)),
+        Out::Bf16(rows) => narrow(v, o, rows.take(row)),
+    }
+}

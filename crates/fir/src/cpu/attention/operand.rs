@@ -1,0 +1,135 @@
+//! Rows of keys, values and queries in any element type, widened to f32 when a tile is loaded.
+//!
+//! Every kernel computes on f32 tiles, so element types meet the code here only. A tile is widened once and used by
+//! all query rows of its head: 2 instructions per 16 elements, hidden behind the memory's latency.
+
+use crate::cpu::rows::widen;
+use crate::cpu::vector::Vector;
+use crate::error::{Error, Result};
+use crate::kv::NVFP4_BLOCK;
+use crate::tensor::{DType, E2M1_VALUES, E2m1x2, E4m3, E5m2, Float, TensorRef, bf16, f16};
+
+/// Elements of some type.
+#[derive(Clone, Copy)]
+enum Elements<'a> {
+    F32(&'a [f32]),
+    F16(&'a [f16]),
+    Bf16(&'a [bf16]),
+    E4m3(&'a [E4m3]),
+    E5m2(&'a [E5m2]),
+    /// NVFP4: pairs, their block scales, and the scales' strides.
+    Fp4(&'a [E2m1x2], &'a [E4m3], [usize; 3]),
+}
+
+/// `[outer, middle, heads, dim]` of some element type: pages, tokens, heads of a cache, or 1, tokens, heads of a query.
+#[derive(Clone, Copy)]
+pub(crate) struct Operand<'a> {
+    elements: Elements<'a>,
+    strides: [usize; 3],
+    /// Numbers per row.
+    dim: usize,
+}
+
+impl<'a> Operand<'a> {
+    /// From a tensor of rank 4 (or 3: one outer entry; or `[pages, tokens, dim]` with `heads: false`).
+    pub(crate) fn new(op: &'static str, arg: &'static str, t: TensorRef<'a>, has_heads: bool) -> Result<Self> {
+        let (shape, s) = (t.shape(), t.strides());
+        let (strides, dim) = match (shape.len(), has_heads) {
+            (4, true) => ([s[0], s[1], s[2]], 3),
+            (3, true) => ([0, s[0], s[1]], 2),
+            (3, false) => ([s[0], s[1], 0], 2),
+            _ => return Err(Error::Rank { op, arg, got: shape.len(), want: 3, axes: "[tokens, heads, dim]".into() }),
+        };
+        if shape[dim] > 1 && s[dim] != 1 {
+            return Err(Error::layout(op, arg, format!("stride {} of the last axis", s[dim]), "1"));
+        }
+        let elements = match t.dtype() {
+            DType::F32 => Elements::F32(t.typed(op, arg)?.data()),
+            DType::F16 => Elements::F16(t.typed(op, arg)?.data()),
+            DType::BF16 => Elements::Bf16(t.typed(op, arg)?.data()),
+            DType::E4M3 => Elements::E4m3(t.typed(op, arg)?.data()),
+            DType::E5M2 => Elements::E5m2(t.typed(op, arg)?.data()),
+            other => {
+                return Err(Error::DType { op, arg, got: other.name(), want: "f32, f16, bf16, e4m3 or e5m2".into() });
+            }
+        };
+        Ok(Self { elements, strides, dim: shape[dim] })
+    }
+
+    /// NVFP4 pairs with their block scales.
+    pub(crate) fn nvfp4(op: &'static str, arg: &'static str, t: TensorRef<'a>, scales: TensorRef<'a>) -> Result<Self> {
+        let three = |s: &[usize]| [s[0], s[1], s[2]];
+        let elements = Elements::Fp4(t.typed(op, arg)?.data(), scales.typed(op, arg)?.data(), three(scales.strides()));
+        Ok(Self { elements, strides: three(t.strides()), dim: t.shape()[3] * 2 })
+    }
+
+    /// Numbers per row.
+    pub(crate) fn dim(&self) -> usize {
+        self.dim
+    }
+
+    /// Row `(a, b, c)` as f32 in the first `dim` of `out`, the rest of which becomes zero.
+    #[inline(always)]
+    pub(crate) fn widen_row<V: Vector>(&self, v: V, [a, b, c]: [usize; 3], out: &mut [f32]) {
+        let [s, t, u] = self.strides;
+        let at = a * s + b * t + c * u;
+        if self.dim == 0 {
+            return out.fill(0.0); // There is no memory behind rows of no elements.
+        }
+        match self.elements {
+            Elements::F32(x) => widen(v, &x[at..][..self.dim], out),
+            Elements::F16(x) => widen(v, &x[at..][..self.dim], out),
+            Elements::Bf16(x) => widen(v, &x[at..][..self.dim], out),
+            Elements::E4m3(x) => widen(v, &x[at..][..self.dim], out),
+            Elements::E5m2(x) => widen(v, &x[at..][..self.dim], out),
+            Elements::Fp4(x, scales, [s, t, u]) => {
+                let x = &x[at..][..self.dim / 2];
+                let scales = &scales[a * s + b * t + c * u..][..self.dim / NVFP4_BLOCK];
+                widen_fp4(x, scales, out);
+            }
+        }
+    }
+
+    /// Asks for the cache lines of row `(a, b, c)`.
+    #[inline(always)]
+    pub(crate) fn prefetch_row<V: Vector>(&self, v: V, [a, b, c]: [usize; 3]) {
+        let [s, t, u] = self.strides;
+        let at = a * s + b * t + c * u;
+        if self.dim == 0 {
+            return;
+        }
+        match self.elements {
+            Elements::F32(x) => v.prefetch(&x[at..][..self.dim]),
+            Elements::F16(x) => v.prefetch(&x[at..][..self.dim]),
+            Elements::Bf16(x) => v.prefetch(&x[at..][..self.dim]),
+            Elements::E4m3(x) => v.prefetch(&x[at..][..self.dim]),
+            Elements::E5m2(x) => v.prefetch(&x[at..][..self.dim]),
+            Elements::Fp4(x, ..) => v.prefetch(&x[at..][..self.dim / 2]),
+        }
+    }
+}
+
+/// Values of the sixteen e2m1 codes.
+const FP4: [f32; 16] = {
+    let mut all = [0.0; 16];
+    let mut i = 0;
+    while i < 8 {
+        all[i] = E2M1_VALUES[i];
+        all[i + 8] = -E2M1_VALUES[i];
+        i += 1;
+    }
+    all
+};
+
+#[inline(always)]
+fn widen_fp4(x: &[E2m1x2], scales: &[E4m3], out: &mut [f32]) {
+    let (blocks, _) = out.as_chunks_mut::<NVFP4_BLOCK>();
+    for ((out, x), s) in blocks.iter_mut().zip(x.as_chunks::<{ NVFP4_BLOCK / 2 }>().0).zip(scales) {
+        let s = s.to_f32();
+        for i in 0..NVFP4_BLOCK / 2 {
+            out[2 * i] = FP4[(x[i].0 & 15) as usize] * s;
+            out[2 * i + 1] = FP4[(x[i].0 >> 4) as usize] * s;
+        }
+    }
+    out[2 * x.len()..].fill(0.0);
+}

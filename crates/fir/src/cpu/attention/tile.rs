@@ -1,0 +1,187 @@
+//! The two products of a tile, on f32 rows padded to whole vectors.
+//!
+//! A row's result is the same bits whatever rows are computed beside it: block shapes change which sums share a
+//! register, never the order within a sum.
+
+use crate::cpu::vector::Vector;
+use crate::plan::TILE_KV;
+
+/// Query rows of one head, `rows × dim` and `rows × dim_vo`, against one KV tile.
+///
+/// `s[r, j] = q[r] · k[j]` for `j < n`; `s` has [`TILE_KV`] columns, and `k` whole rows up to a multiple of 8.
+#[inline(always)]
+pub(super) fn scores<V: Vector>(v: V, q: &[f32], k: &[f32], dim: usize, n: usize, s: &mut [f32]) {
+    let rows = s.len() / TILE_KV;
+    let mut r = 0;
+    // 16 accumulators fill half of AVX-512's 32 registers; AVX2 has 16, so half as many there.
+    if V::LANES == 16 {
+        while r + 4 <= rows {
+            scores_block::<V, 4, 4>(v, &q[r * dim..], k, dim, n, &mut s[r * TILE_KV..]);
+            r += 4;
+        }
+    }
+    while r + 2 <= rows {
+        scores_block::<V, 2, 4>(v, &q[r * dim..], k, dim, n, &mut s[r * TILE_KV..]);
+        r += 2;
+    }
+    if r < rows {
+        scores_block::<V, 1, 8>(v, &q[r * dim..], k, dim, n, &mut s[r * TILE_KV..]);
+    }
+}
+
+#[inline(always)]
+fn scores_block<V: Vector, const R: usize, const J: usize>(
+    v: V,
+    q: &[f32],
+    k: &[f32],
+    dim: usize,
+    n: usize,
+    s: &mut [f32],
+) {
+    let q = &q[..R * dim];
+    let mut j = 0;
+    while j < n {
+        let k = &k[j * dim..][..J * dim];
+        let mut acc = [[v.splat(0.0); J]; R];
+        let mut c = 0;
+        while c < dim {
+            let mut kv = [v.splat(0.0); J];
+            for (jj, kv) in kv.iter_mut().enumerate() {
+                *kv = v.load(&k[jj * dim + c..]);
+            }
+            for (r, acc) in acc.iter_mut().enumerate() {
+                let qv = v.load(&q[r * dim + c..]);
+                for (acc, kv) in acc.iter_mut().zip(kv) {
+                    *acc = v.fma(qv, kv, *acc);
+                }
+            }
+            c += V::LANES;
+        }
+        for (r, acc) in acc.iter().enumerate() {
+            let (fours, _) = acc.as_chunks::<4>();
+            for (i, four) in fours.iter().enumerate() {
+                let at = r * TILE_KV + j + 4 * i;
+                s[at..at + 4].copy_from_slice(&v.sums4(*four));
+            }
+        }
+        j += J;
+    }
+}
+
+/// Value rows in a tile: `n` rows, `stride` floats from one to the next.
+#[derive(Clone, Copy)]
+pub(super) struct Values<'a> {
+    pub x: &'a [f32],
+    pub stride: usize,
+    pub n: usize,
+}
+
+/// `o[r] += Σ_j p[r, j] · x[j]` over the rows of `x`, in ascending order of `j`; `p` has [`TILE_KV`] columns, `o` has
+/// `dim` floats per row.
+#[inline(always)]
+pub(super) fn accumulate<V: Vector>(v: V, p: &[f32], x: Values<'_>, o: &mut [f32], dim: usize) {
+    let rows = p.len() / TILE_KV;
+    let mut r = 0;
+    if V::LANES == 16 {
+        while r + 4 <= rows {
+            accumulate_rows::<V, 4, 4>(v, &p[r * TILE_KV..], x, &mut o[r * dim..], dim);
+            r += 4;
+        }
+    }
+    while r + 2 <= rows {
+        accumulate_rows::<V, 2, 4>(v, &p[r * TILE_KV..], x, &mut o[r * dim..], dim);
+        r += 2;
+    }
+    if r < rows {
+        accumulate_rows::<V, 1, 8>(v, &p[r * TILE_KV..], x, &mut o[r * dim..], dim);
+    }
+}
+
+#[inline(always)]
+fn accumulate_rows<V: Vector, const R: usize, const C: usize>(
+    v: V,
+    p: &[f32],
+    x: Values<'_>,
+    o: &mut [f32],
+    dim: usize,
+) {
+    let mut c = 0;
+    while c + C * V::LANES <= dim {
+        accumulate_block::<V, R, C>(v, p, x, o, dim, c);
+        c += C * V::LANES;
+    }
+    while c < dim {
+        accumulate_block::<V, R, 1>(v, p, x, o, dim, c);
+        c += V::LANES;
+    }
+}
+
+#[inline(always)]
+fn accumulate_block<V: Vector, const R: usize, const C: usize>(
+    v: V,
+    p: &[f32],
+    x: Values<'_>,
+    o: &mut [f32],
+    dim: usize,
+    c: usize,
+) {
+    let Values { x, stride, n } = x;
+    let mut acc = [[v.splat(0.0); C]; R];
+    for (r, acc) in acc.iter_mut().enumerate() {
+        for (i, acc) in acc.iter_mut().enumerate() {
+            *acc = v.load(&o[r * dim + c + i * V::LANES..]);
+        }
+    }
+    let x = &x[..n * stride];
+    let mut j = 0;
+    while j < n {
+        let mut xv = [v.splat(0.0); C];
+        for (i, xv) in xv.iter_mut().enumerate() {
+            *xv = v.load(&x[j * stride + c + i * V::LANES..]);
+        }
+        for (r, acc) in acc.iter_mut().enumerate() {
+            let pv = v.splat(p[r * TILE_KV + j]);
+            for (acc, xv) in acc.iter_mut().zip(xv) {
+                *acc = v.fma(pv, xv, *acc);
+            }
+        }
+        j += 1;
+    }
+    for (r, acc) in acc.iter().enumerate() {
+        for (i, acc) in acc.iter().enumerate() {
+            v.store(*acc, &mut o[r * dim + c + i * V::LANES..]);
+        }
+    }
+}
+
+/// As [`accumulate`], leaving out positions of weight 0: for a tile with a value that is not finite at a masked
+/// position, where `0 · inf` would put a NaN.
+#[inline(always)]
+pub(super) fn accumulate_visible(p: &[f32], x: Values<'_>, o: &mut [f32], dim: usize) {
+    for (p, o) in p.chunks_exact(TILE_KV).zip(o.chunks_exact_mut(dim)) {
+        for (&p, x) in p[..x.n].iter().zip(x.x.chunks_exact(x.stride)) {
+            if p != 0.0 {
+                for (o, x) in o.iter_mut().zip(x) {
+                    *o += p * x;
+                }
+            }
+        }
+    }
+}
+
+/// Whether all of `x` is finite.
+#[inline(always)]
+pub(super) fn all_finite<V: Vector>(v: V, x: &[f32]) -> bool {
+    let mut acc = [v.splat(0.0); 4];
+    let step = 4 * V::LANES;
+    let full = x.len() / step * step;
+    let mut i = 0;
+    while i < full {
+        for (c, acc) in acc.iter_mut().enumerate() {
+            *acc = v.fma(v.load(&x[i + c * V::LANES..]), v.splat(0.0), *acc);
+        }
+        i += step;
+    }
+    let sum = v.sum(v.add(v.add(acc[0], acc[1]), v.add(acc[2], acc[3])));
+    sum == 0.0 && x[full..].iter().all(|x| x.is_finite())
+}

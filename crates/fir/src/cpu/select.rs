@@ -1,0 +1,424 @@
+//! Thresholds of a row without sorting it, and a draw from what passes them.
+//!
+//! A filter becomes one number, a *cutoff*: elements at least as large pass. Its two searches are linear in the row:
+//!
+//! * [`kth_largest`]: the k-th largest of the maxima of short blocks is a lower bound, which few more than `k` elements
+//!   reach; a selection among those ends it.
+//! * [`mass_cutoff`]: each pass measures what lies above four pivots and keeps the bracket that the wanted mass falls
+//!   into, from 2⁻², 2⁻⁶, … of the maximum down to neighbouring bit patterns; what is left is copied out once it is
+//!   a quarter of what is read.
+//!
+//! Sums are f32 within blocks of 512 elements and f64 across them, always in the same order.
+
+use super::math::exp2;
+use super::rows::widen;
+use super::vector::Vector;
+use crate::error::Result;
+use crate::tensor::{DType, TensorRef, bf16, f16};
+
+use super::rows::Rows;
+
+/// The least positive f32: as a cutoff it lets every positive element pass.
+pub(crate) const POSITIVE: f32 = f32::from_bits(1);
+
+/// Elements per f32 sum: 32 additions per lane of AVX-512, an error of about 1e-7 of the block's sum.
+const BLOCK: usize = 512;
+
+/// Below this many elements a bracket is sorted: 64 take about a microsecond.
+const FEW: usize = 64;
+
+/// Memory that the searches reuse from row to row.
+#[derive(Default)]
+pub(crate) struct Scratch {
+    /// A row as f32, when it comes in another type.
+    pub(crate) wide: Vec<f32>,
+    /// Weights of a row: exponentials of logits, or what is left of a target distribution.
+    pub(crate) weights: Vec<f32>,
+    /// Sums of blocks.
+    pub(crate) sums: Vec<f32>,
+    pub(crate) ids: Vec<u32>,
+    list: Vec<f32>,
+    spare: Vec<f32>,
+}
+
+/// Rows of f32, f16 or bf16.
+#[derive(Clone, Copy)]
+pub(crate) enum FloatRows<'a> {
+    F32(Rows<'a, f32>),
+    F16(Rows<'a, f16>),
+    BF16(Rows<'a, bf16>),
+}
+
+impl<'a> FloatRows<'a> {
+    pub(crate) fn new(op: &'static str, arg: &'static str, x: TensorRef<'a>) -> Result<Self> {
+        match x.dtype() {
+            DType::F16 => Rows::new(op, arg, x).map(Self::F16),
+            DType::BF16 => Rows::new(op, arg, x).map(Self::BF16),
+            _ => Rows::new(op, arg, x).map(Self::F32),
+        }
+    }
+
+    /// Row `r` as f32: itself, or widened into `wide`.
+    #[inline(always)]
+    pub(crate) fn row<'s, V: Vector>(&self, v: V, r: usize, wide: &'s mut Vec<f32>) -> &'s [f32]
+    where
+        'a: 's,
+    {
+        match self {
+            Self::F32(rows) => return rows.row(r),
+            Self::F16(rows) => {
+                wide.resize(rows.row(r).len(), 0.0);
+                widen(v, rows.row(r), wide);
+            }
+            Self::BF16(rows) => {
+                wide.resize(rows.row(r).len(), 0.0);
+                widen(v, rows.row(r), wide);
+            }
+        }
+        wide
+    }
+}
+
+/// What passes a cutoff.
+#[derive(Clone, Copy)]
+pub(crate) struct Mass {
+    pub(crate) total: f64,
+    /// Largest element; 0 when none is positive.
+    pub(crate) max: f32,
+}
+
+impl Mass {
+    /// Whether it is a distribution: no NaN, no infinity, something positive.
+    pub(crate) fn is_valid(self) -> bool {
+        self.total > 0.0 && self.total < f64::INFINITY
+    }
+}
+
+/// Sums the elements that are at least `cutoff` (a positive number), block by block. A NaN makes the total NaN.
+#[inline(always)]
+pub(crate) fn block_sums<V: Vector>(v: V, x: &[f32], cutoff: f32, sums: &mut Vec<f32>) -> Mass {
+    sums.clear();
+    let (zero, cutoff) = (v.splat(0.0), v.splat(cutoff));
+    let (mut max, mut total) = (zero, 0.0);
+    for block in x.chunks(BLOCK) {
+        let mut acc = [zero; 4];
+        let quads = block.len() / (4 * V::LANES) * (4 * V::LANES);
+        let mut i = 0;
+        while i < quads {
+            for (c, acc) in acc.iter_mut().enumerate() {
+                let y = v.load(&block[i + c * V::LANES..]);
+                max = v.max(y, max);
+                *acc = v.add(*acc, v.select(v.lt(y, cutoff), zero, y));
+            }
+            i += 4 * V::LANES;
+        }
+        while i < block.len() {
+            let y = load_padded(v, &block[i..]);
+            max = v.max(y, max);
+            acc[0] = v.add(acc[0], v.select(v.lt(y, cutoff), zero, y));
+            i += V::LANES;
+        }
+        let sum = v.sum(v.add(v.add(acc[0], acc[1]), v.add(acc[2], acc[3])));
+        sums.push(sum);
+        total += f64::from(sum);
+    }
+    Mass { total, max: v.max_lane(max) }
+}
+
+/// The first vector of `x`, with zeros behind its end.
+#[inline(always)]
+fn load_padded<V: Vector>(v: V, x: &[f32]) -> V::F {
+    if x.len() >= V::LANES {
+        return v.load(x);
+    }
+    let mut lanes = [0f32; 16];
+    lanes[..x.len()].copy_from_slice(x);
+    v.load(&lanes)
+}
+
+/// The element in whose share of the mass `u` (in `[0, 1]`) falls: the first whose running sum, itself included,
+/// exceeds `u · total`. `sums` and `mass` are [`block_sums`]' for the same row and cutoff, and valid.
+pub(crate) fn pick(x: &[f32], cutoff: f32, sums: &[f32], mass: Mass, u: f32) -> u32 {
+    let target = f64::from(u) * mass.total;
+    let (mut below, mut last) = (0.0, 0);
+    for (b, &sum) in sums.iter().enumerate() {
+        if sum > 0.0 {
+            last = b;
+            if below + f64::from(sum) > target {
+                break;
+            }
+            below += f64::from(sum);
+        }
+    }
+    let mut found = 0;
+    for (i, &y) in x[last * BLOCK..].iter().take(BLOCK).enumerate() {
+        if y >= cutoff {
+            found = i;
+            below += f64::from(y);
+            if below > target {
+                break;
+            }
+        }
+    }
+    // When rounding leaves the block's running sum short of its sum, its last element that passes is taken.
+    (last * BLOCK + found) as u32
+}
+
+/// Largest element that is a number; -inf when there is none.
+#[inline(always)]
+pub(crate) fn row_max<V: Vector>(v: V, x: &[f32]) -> f32 {
+    let mut acc = [v.splat(f32::NEG_INFINITY); 4];
+    let quads = x.len() / (4 * V::LANES) * (4 * V::LANES);
+    let mut i = 0;
+    while i < quads {
+        for (c, acc) in acc.iter_mut().enumerate() {
+            *acc = v.max(v.load(&x[i + c * V::LANES..]), *acc);
+        }
+        i += 4 * V::LANES;
+    }
+    while i + V::LANES <= x.len() {
+        acc[0] = v.max(v.load(&x[i..]), acc[0]);
+        i += V::LANES;
+    }
+    let mut max = v.max_lane(v.max(v.max(acc[0], acc[1]), v.max(acc[2], acc[3])));
+    for &y in &x[i..] {
+        if y > max {
+            max = y;
+        }
+    }
+    max
+}
+
+/// First place of a value that is in the row.
+#[inline(always)]
+pub(crate) fn first_of<V: Vector>(v: V, x: &[f32], value: f32) -> usize {
+    let full = x.len() / V::LANES * V::LANES;
+    // The row holds nothing larger, so "not less" is "equal".
+    let wanted = v.splat(value);
+    let mut i = 0;
+    while i < full && v.bits(v.lt(v.load(&x[i..]), wanted)).count_ones() as usize == V::LANES {
+        i += V::LANES;
+    }
+    while i < x.len() && x[i] != value {
+        i += 1;
+    }
+    i
+}
+
+#[inline(always)]
+pub(crate) fn has_nan(x: &[f32]) -> bool {
+    let mut nan = false;
+    for y in x {
+        nan |= y.is_nan();
+    }
+    nan
+}
+
+/// `out = 2^((x - max) · scale)`, and 0 where `x < cutoff`; returns the sum of all, also of those below the cutoff.
+/// A NaN stays one and makes the sum NaN. With `max` +inf, the infinite elements weigh 1 and the others 0.
+#[inline(always)]
+pub(crate) fn weigh<V: Vector>(v: V, x: &[f32], max: f32, scale: f32, cutoff: f32, out: &mut [f32]) -> f64 {
+    assert_eq!(x.len(), out.len());
+    let mut total = 0.0;
+    if max == f32::INFINITY {
+        for (o, &x) in out.iter_mut().zip(x) {
+            *o = if x.is_nan() { x } else { f32::from(u8::from(x == max)) };
+            total += f64::from(*o);
+        }
+        return total;
+    }
+    let (zero, top, scale, cut) = (v.splat(0.0), v.splat(max), v.splat(scale), v.splat(cutoff));
+    for (x, out) in x.chunks(BLOCK).zip(out.chunks_mut(BLOCK)) {
+        let mut sum = zero;
+        let mut i = 0;
+        while i + V::LANES <= x.len() {
+            let y = v.load(&x[i..]);
+            let e = exp2(v, v.mul(v.sub(y, top), scale));
+            sum = v.add(sum, e);
+            v.store(v.select(v.lt(y, cut), zero, e), &mut out[i..]);
+            i += V::LANES;
+        }
+        if i < x.len() {
+            // Padded with -inf, whose weight is 0.
+            let mut lanes = [f32::NEG_INFINITY; 16];
+            lanes[..x.len() - i].copy_from_slice(&x[i..]);
+            let y = v.load(&lanes);
+            let e = exp2(v, v.mul(v.sub(y, top), scale));
+            sum = v.add(sum, e);
+            v.store(v.select(v.lt(y, cut), zero, e), &mut lanes);
+            out[i..].copy_from_slice(&lanes[..x.len() - i]);
+        }
+        total += f64::from(v.sum(sum));
+    }
+    total
+}
+
+/// The k-th largest of the elements that are numbers, equals counted apart; -inf when there are at most `k`.
+#[inline(always)]
+pub(crate) fn kth_largest<V: Vector>(v: V, x: &[f32], k: usize, s: &mut Scratch) -> f32 {
+    if k >= x.len() {
+        return f32::NEG_INFINITY;
+    }
+    candidates(v, x, k, s);
+    nth(x, k, s)
+}
+
+/// Leaves in `s.ids` the places of the `k` largest elements in ascending order: of equal elements the first ones, NaN
+/// never. There are fewer when the row has fewer numbers.
+#[inline(always)]
+pub(crate) fn top_places<V: Vector>(v: V, x: &[f32], k: usize, s: &mut Scratch) {
+    candidates(v, x, k, s);
+    if s.ids.len() <= k {
+        return;
+    }
+    if k == 0 {
+        s.ids.clear();
+        return;
+    }
+    let cutoff = nth(x, k, s);
+    let mut equals = k - s.ids.iter().filter(|&&i| x[i as usize] > cutoff).count();
+    s.ids.retain(|&i| {
+        let y = x[i as usize];
+        let tied = y == cutoff && equals > 0;
+        equals -= usize::from(tied);
+        y > cutoff || tied
+    });
+}
+
+/// The k-th largest of the elements that `s.ids` names; -inf when they are fewer.
+fn nth(x: &[f32], k: usize, s: &mut Scratch) -> f32 {
+    if s.ids.len() < k || k == 0 {
+        return f32::NEG_INFINITY;
+    }
+    s.list.clear();
+    s.list.extend(s.ids.iter().map(|&i| x[i as usize]));
+    *s.list.select_nth_unstable_by(k - 1, |a, b| b.total_cmp(a)).1
+}
+
+/// Fills `s.ids` with places in ascending order: all that may be among the `k` largest, equals included.
+#[inline(always)]
+fn candidates<V: Vector>(v: V, x: &[f32], k: usize, s: &mut Scratch) {
+    s.ids.clear();
+    // Four blocks per wanted element: few more than k elements then reach the k-th largest maximum.
+    let block = (x.len() / (4 * k).max(1)).clamp(V::LANES, 1024) / V::LANES * V::LANES;
+    let mut cutoff = f32::NEG_INFINITY;
+    if k > 0 && x.len() / block >= 2 * k {
+        s.list.clear();
+        for block in x.chunks(block) {
+            s.list.push(row_max(v, block));
+        }
+        // k blocks reach it, each with an element of its own.
+        cutoff = *s.list.select_nth_unstable_by(k - 1, |a, b| b.total_cmp(a)).1;
+    }
+    if cutoff == f32::NEG_INFINITY {
+        for (i, y) in x.iter().enumerate() {
+            if !y.is_nan() {
+                s.ids.push(i as u32);
+            }
+        }
+        return;
+    }
+    // `x > the number before`, as NaN is neither less nor greater.
+    let before = cutoff.next_down();
+    let full = x.len() / V::LANES * V::LANES;
+    let mut i = 0;
+    while i < full {
+        let mut bits = v.bits(v.lt(v.splat(before), v.load(&x[i..])));
+        while bits != 0 {
+            s.ids.push(i as u32 + bits.trailing_zeros());
+            bits &= bits - 1;
+        }
+        i += V::LANES;
+    }
+    for (i, &y) in x.iter().enumerate().skip(full) {
+        if y > before {
+            s.ids.push(i as u32);
+        }
+    }
+}
+
+/// The largest cutoff that leaves a mass of at least `target` (positive), out of the row's own positive elements; the
+/// smallest of them when rounding puts the target out of reach. `max` is the row's largest element.
+#[inline(always)]
+pub(crate) fn mass_cutoff<V: Vector>(v: V, x: &[f32], max: f32, target: f64, s: &mut Scratch) -> f32 {
+    // The bits of positive floats are in the floats' order. The cutoff is in `lo..hi`: `over`, the mass from `hi` up,
+    // is short of the target, the mass from `lo` up is not.
+    let (mut lo, mut hi, mut over) = (1u32, max.to_bits().saturating_add(1), 0.0);
+    // What the row (or the list, once there is one) has from `lo` and from `hi` up, and what the list left out.
+    let (mut lo_count, mut hi_count, mut base) = (x.len(), 0, 0.0);
+    let mut listed = false;
+    let mut pivots = [2, 6, 10, 15].map(|e| (max * (1.0 / (1u32 << e) as f32)).to_bits().max(1));
+    while lo_count - hi_count > FEW && hi - lo > 1 {
+        let data = if listed { &*s.list } else { x };
+        let found = above(v, data, pivots.map(f32::from_bits));
+        for (pivot, (count, mass)) in pivots.into_iter().zip(found) {
+            if base + mass >= target {
+                (lo, lo_count) = (pivot, count);
+                break;
+            }
+            (hi, hi_count, over) = (pivot, count, base + mass);
+        }
+        if (lo_count - hi_count) * 4 <= data.len() {
+            between(v, data, f32::from_bits(lo), f32::from_bits(hi), &mut s.spare);
+            std::mem::swap(&mut s.list, &mut s.spare);
+            (listed, base, lo_count, hi_count) = (true, over, s.list.len(), 0);
+        }
+        let width = u64::from(hi - lo);
+        pivots = [4, 3, 2, 1].map(|j| lo + (width * j / 5).max(1) as u32);
+    }
+    if hi - lo <= 1 {
+        return f32::from_bits(lo);
+    }
+    between(v, if listed { &s.list } else { x }, f32::from_bits(lo), f32::from_bits(hi), &mut s.spare);
+    s.spare.sort_unstable_by(|a, b| b.total_cmp(a));
+    for &y in &s.spare {
+        over += f64::from(y);
+        if over >= target {
+            return y;
+        }
+    }
+    s.spare.last().copied().unwrap_or(f32::from_bits(lo))
+}
+
+/// Number and sum of the elements from each pivot (a positive number) up.
+#[inline(always)]
+fn above<V: Vector>(v: V, x: &[f32], pivots: [f32; 4]) -> [(usize, f64); 4] {
+    let (zero, one) = (v.splat(0.0), v.splat(1.0));
+    let cut = [v.splat(pivots[0]), v.splat(pivots[1]), v.splat(pivots[2]), v.splat(pivots[3])];
+    let mut found = [(0, 0.0); 4];
+    for block in x.chunks(BLOCK) {
+        let (mut count, mut mass) = ([zero; 4], [zero; 4]);
+        let mut i = 0;
+        while i < block.len() {
+            let y = load_padded(v, &block[i..]);
+            for j in 0..4 {
+                let less = v.lt(y, cut[j]);
+                count[j] = v.add(count[j], v.select(less, zero, one));
+                mass[j] = v.add(mass[j], v.select(less, zero, y));
+            }
+            i += V::LANES;
+        }
+        let (count, mass) = (v.sums4(count), v.sums4(mass));
+        for j in 0..4 {
+            found[j].0 += count[j] as usize;
+            found[j].1 += f64::from(mass[j]);
+        }
+    }
+    found
+}
+
+/// Fills `out` with the elements in `lo..hi`, `lo` positive.
+#[inline(always)]
+fn between<V: Vector>(v: V, x: &[f32], lo: f32, hi: f32, out: &mut Vec<f32>) {
+    out.clear();
+    let mut i = 0;
+    while i < x.len() {
+        let y = load_padded(v, &x[i..]);
+        let mut bits = v.bits(v.lt(y, v.splat(hi))) & !v.bits(v.lt(y, v.splat(lo)));
+        while bits != 0 {
+            out.push(x[i + bits.trailing_zeros() as usize]);
+            bits &= bits - 1;
+        }
+        i += V::LANES;
+    }
+}

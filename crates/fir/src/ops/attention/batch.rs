@@ -1,0 +1,535 @@
+//! [`BatchPlan`]: prefill, decode and append in one plan; what the other plans are made of.
+
+use crate::cpu::attention::{self as kernel, Index, Launch, MAX_ROWS, Operand, Out, Sink, Token};
+use crate::cpu::pool::{RowsMut, RowsOnce};
+use crate::error::{Error, Result};
+use crate::exec::Exec;
+use crate::kv::{Kv, KvPool, Ragged};
+use crate::plan::{Cut, Entry, Schedule, Scratch, Split, TILE_KV};
+use crate::tensor::{DType, Dims, TensorMut, TensorRef};
+use crate::variant::{Block, Params, RowProgram, Variant, Visible};
+
+/// Which attention: shapes, element types and variant. Hashable; a kernel is chosen by it.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Problem {
+    /// Heads of the query; a multiple of `kv_heads`.
+    pub qo_heads: usize,
+    /// Heads of keys and values.
+    pub kv_heads: usize,
+    /// Elements of a query or key row: 1 to 512.
+    pub head_dim_qk: usize,
+    /// Elements of a value or output row: 1 to 512.
+    pub head_dim_vo: usize,
+    /// Type of the query: f32, f16, bf16, e4m3 or e5m2.
+    pub q_dtype: DType,
+    /// Type of keys and values: f32, f16, bf16, e4m3, e5m2, or e2m1x2 for NVFP4.
+    pub kv_dtype: DType,
+    /// Type of the output: f32, f16 or bf16.
+    pub out_dtype: DType,
+    /// What is done to a score between `q · k` and softmax.
+    pub variant: Variant,
+}
+
+impl Problem {
+    /// One head dim and one type for all.
+    pub fn new(qo_heads: usize, kv_heads: usize, head_dim: usize, dtype: DType, variant: Variant) -> Self {
+        Self {
+            qo_heads,
+            kv_heads,
+            head_dim_qk: head_dim,
+            head_dim_vo: head_dim,
+            q_dtype: dtype,
+            kv_dtype: dtype,
+            out_dtype: dtype,
+            variant,
+        }
+    }
+
+    /// Query heads per KV head.
+    pub fn group(&self) -> usize {
+        self.qo_heads / self.kv_heads.max(1)
+    }
+
+    fn check(&self, op: &'static str) -> Result<()> {
+        let mut why = vec![];
+        if self.kv_heads == 0 || self.qo_heads == 0 || !self.qo_heads.is_multiple_of(self.kv_heads) {
+            why.push(format!("qo_heads {} is not a positive multiple of kv_heads {}", self.qo_heads, self.kv_heads));
+        }
+        // Positions of heads travel as i32.
+        if self.qo_heads > 1 << 20 {
+            why.push(format!("qo_heads {} > 2^20", self.qo_heads));
+        }
+        for (name, dim) in [("head_dim_qk", self.head_dim_qk), ("head_dim_vo", self.head_dim_vo)] {
+            if !(1..=512).contains(&dim) {
+                why.push(format!("{name} {dim} is not in 1..=512"));
+            }
+        }
+        let fp8 = [DType::E4M3, DType::E5M2];
+        let float = [DType::F32, DType::F16, DType::BF16];
+        if !float.contains(&self.q_dtype) && !fp8.contains(&self.q_dtype) {
+            why.push(format!("q_dtype {} is not f32, f16, bf16, e4m3 or e5m2", self.q_dtype));
+        }
+        if !float.contains(&self.kv_dtype) && !fp8.contains(&self.kv_dtype) && self.kv_dtype != DType::E2M1x2 {
+            why.push(format!("kv_dtype {} is not f32, f16, bf16, e4m3, e5m2 or e2m1x2", self.kv_dtype));
+        }
+        if !float.contains(&self.out_dtype) {
+            why.push(format!("out_dtype {} is not f32, f16 or bf16", self.out_dtype));
+        }
+        if self.kv_dtype == DType::E2M1x2
+            && !(self.head_dim_qk.is_multiple_of(16) && self.head_dim_vo.is_multiple_of(16))
+        {
+            why.push(format!("NVFP4 with head dims {}, {}: not multiples of 16", self.head_dim_qk, self.head_dim_vo));
+        }
+        if why.is_empty() { Ok(()) } else { Err(Error::Unsupported { op, why }) }
+    }
+}
+
+/// A batch of requests, scheduled: any number of query tokens each, prefill, decode and append alike. Immutable
+/// between refills, reusable by every layer of a step.
+#[must_use = "a plan does nothing until `run`"]
+#[derive(Debug)]
+pub struct BatchPlan {
+    problem: Problem,
+    split: Split,
+    workers: usize,
+    program: RowProgram,
+    qo: Ragged,
+    kv_lens: Vec<u32>,
+    tokens: Vec<Token>,
+    kv_base: Option<Vec<i32>>,
+    entries: Vec<Entry>,
+    schedule: Schedule,
+}
+
+/// One layer's tensors for [`BatchPlan::run`].
+#[derive(Debug)]
+pub struct BatchArgs<'a> {
+    /// `[tokens, qo_heads, head_dim_qk]`
+    pub q: TensorRef<'a>,
+    /// Keys and values of the requests, with the lengths that were planned.
+    pub kv: Kv<'a>,
+    /// Values of the variant's parameters.
+    pub params: &'a Params<'a>,
+    /// Factor of the scores; `1 / sqrt(head_dim_qk)` when `None`.
+    pub sm_scale: Option<f32>,
+    /// Made by [`BatchPlan::scratch`]; one per call in flight.
+    pub scratch: &'a mut Scratch,
+    /// `[tokens, qo_heads, head_dim_vo]`
+    pub out: TensorMut<'a>,
+    /// `[tokens, qo_heads]`, f32; written when given.
+    pub lse: Option<TensorMut<'a>>,
+}
+
+impl BatchPlan {
+    /// Chooses a kernel for `problem` and cuts the batch over the workers of `exec`.
+    ///
+    /// * `qo`: query tokens of each request
+    /// * `kv_lens`: cached tokens of each request, the query tokens included
+    pub fn new(exec: &Exec, problem: Problem, qo: &Ragged, kv_lens: &[u32], split: Split) -> Result<Self> {
+        let mut plan = Self::with_capacity(exec, problem, qo.batch(), split)?;
+        plan.refill(qo, kv_lens)?;
+        Ok(plan)
+    }
+
+    /// An empty plan with room for `requests`: [`Self::refill`] gives it a batch, and allocates nothing for batches
+    /// of up to that many decodes.
+    pub fn with_capacity(exec: &Exec, problem: Problem, requests: usize, split: Split) -> Result<Self> {
+        const OP: &str = "BatchPlan";
+        problem.check(OP)?;
+        if let Split::Fixed(n) = split
+            && (n == 0 || !(n as usize).is_multiple_of(TILE_KV))
+        {
+            return Err(Error::value(OP, "split", format!("Fixed({n})"), format!("a positive multiple of {TILE_KV}")));
+        }
+        let program = RowProgram::new(&problem.variant, problem.head_dim_qk, problem.head_dim_vo)?;
+        Ok(Self {
+            program,
+            problem,
+            split,
+            workers: exec.workers(),
+            qo: Ragged::from_lens(&[])?,
+            kv_lens: Vec::with_capacity(requests),
+            tokens: Vec::with_capacity(requests),
+            kv_base: None,
+            entries: Vec::with_capacity(requests),
+            schedule: Schedule::default(),
+        })
+    }
+
+    /// Plans another batch in the same memory.
+    pub fn refill(&mut self, qo: &Ragged, kv_lens: &[u32]) -> Result<()> {
+        const OP: &str = "BatchPlan";
+        if kv_lens.len() != qo.batch() {
+            return Err(Error::Dim {
+                op: OP,
+                arg: "kv_lens",
+                axis: "batch",
+                got: kv_lens.len(),
+                first: "qo",
+                want: qo.batch(),
+            });
+        }
+        check_kv_lens(OP, kv_lens)?;
+        self.tokens.clear();
+        for (r, (&q_len, &kv_len)) in qo.lens().iter().zip(kv_lens).enumerate() {
+            let token = Token { batch: r as i32, q_idx: 0, q_len: q_len as i32, kv_len: kv_len as i32 };
+            self.tokens.extend((0..q_len as i32).map(|q_idx| Token { q_idx, ..token }));
+        }
+        self.kv_base = None;
+        self.fill(qo, kv_lens)
+    }
+
+    /// A level of a cascade: `kv_lens[r]` positions from `kv_base[r]` on for each group `r` of query tokens, whose
+    /// places in their whole requests are `tokens`.
+    pub(super) fn refill_level(
+        &mut self,
+        qo: &Ragged,
+        kv_lens: &[u32],
+        tokens: &[Token],
+        kv_base: Vec<i32>,
+    ) -> Result<()> {
+        self.tokens.clear();
+        self.tokens.extend_from_slice(tokens);
+        self.kv_base = Some(kv_base);
+        self.fill(qo, kv_lens)
+    }
+
+    fn fill(&mut self, qo: &Ragged, kv_lens: &[u32]) -> Result<()> {
+        self.qo.clone_from(qo);
+        self.kv_lens.clear();
+        self.kv_lens.extend_from_slice(kv_lens);
+        self.entries.clear();
+        let group = self.problem.group();
+        let tile = (MAX_ROWS / group).max(1) as u32;
+        for (r, (&q_len, &kv_len)) in qo.lens().iter().zip(kv_lens).enumerate() {
+            let first = qo.indptr()[r] as u32;
+            let mut at = 0;
+            while at < q_len {
+                let entry = Entry {
+                    request: r as u32,
+                    q_start: first + at,
+                    q_len: tile.min(q_len - at),
+                    kv_start: 0,
+                    kv_end: kv_len,
+                };
+                at += entry.q_len;
+                // One query token sees all but a window or a user's mask, and those the kernel skips tile by tile.
+                self.entries.push(if q_len > 1 && self.program.has_mask() { self.trimmed(entry) } else { entry });
+            }
+        }
+        let cut = Cut {
+            workers: self.workers,
+            kv_heads: self.problem.kv_heads as u32,
+            group: group as u32,
+            split: self.split,
+        };
+        self.schedule.fill(cut, &self.entries).ok_or_else(|| {
+            Error::value("BatchPlan", "split", format!("{:?}", self.split), "fewer than 2^32 partial rows")
+        })
+    }
+
+    /// The entry without the leading and trailing tiles that its mask hides for any parameters.
+    fn trimmed(&self, entry: Entry) -> Entry {
+        let tokens = &self.tokens[entry.q_start as usize..][..entry.q_len as usize];
+        let base = self.kv_base.as_ref().map_or(0, |b| b[entry.request as usize]);
+        let range = |f: fn(&Token) -> i32| {
+            tokens.iter().map(f).fold((i32::MAX, i32::MIN), |(lo, hi), x| (lo.min(x), hi.max(x)))
+        };
+        let block = Block {
+            batch: range(|t| t.batch),
+            q_idx: range(|t| t.q_idx),
+            q_len: range(|t| t.q_len),
+            kv_len: range(|t| t.kv_len),
+            q_pos: range(|t| t.kv_len.wrapping_sub(t.q_len).wrapping_add(t.q_idx)),
+            kv_pos: (0, 0),
+            qo_head: (0, self.problem.qo_heads as i32 - 1),
+            kv_head: (0, self.problem.kv_heads as i32 - 1),
+        };
+        let hidden = |first: u32, end: u32| {
+            let at = |tile: u32| base + (tile * TILE_KV as u32) as i32;
+            let last = (at(end) - 1).min(base + entry.kv_end as i32 - 1);
+            self.program.block(None, &Block { kv_pos: (at(first), last), ..block }) == Visible::None
+        };
+        let tiles = entry.kv_end.div_ceil(TILE_KV as u32);
+        match (first_shown(&hidden, 0, tiles), last_shown(&hidden, 0, tiles)) {
+            (Some(first), Some(last)) => Entry {
+                kv_start: first * TILE_KV as u32,
+                kv_end: entry.kv_end.min((last + 1) * TILE_KV as u32),
+                ..entry
+            },
+            _ => Entry { kv_start: 0, kv_end: 0, ..entry },
+        }
+    }
+
+    /// What is computed.
+    pub fn problem(&self) -> &Problem {
+        &self.problem
+    }
+
+    /// Which worker does what.
+    pub fn schedule(&self) -> &Schedule {
+        &self.schedule
+    }
+
+    /// Query tokens of all requests.
+    pub fn tokens(&self) -> usize {
+        self.tokens.len()
+    }
+
+    /// Scratch of exactly the size that [`Self::run`] needs for the batch as it is planned now.
+    pub fn scratch(&self) -> Scratch {
+        Scratch::new(self.partial_floats(), self.workers, self.tile_floats())
+    }
+
+    fn partial_floats(&self) -> usize {
+        self.schedule.partial_rows() * (self.problem.head_dim_vo + 2)
+    }
+
+    fn tile_floats(&self) -> usize {
+        let p = &self.problem;
+        kernel::tile_floats(p.head_dim_qk, p.head_dim_vo, false, p.group())
+    }
+
+    /// Runs one layer. Takes `&self`: a plan has no state that a run changes.
+    pub fn run(&self, exec: &Exec, args: BatchArgs<'_>) -> Result<()> {
+        const OP: &str = "BatchPlan::run";
+        let BatchArgs { q, kv, params, sm_scale, scratch, out, lse } = args;
+        let sink = output_sink(
+            OP,
+            self.tokens.len(),
+            self.problem.qo_heads,
+            self.problem.head_dim_vo,
+            self.problem.out_dtype,
+            out,
+            lse,
+        )?;
+        if let Sink::Output { lse: Some(_), .. } = sink {
+            self.refuse_lse(OP)?;
+        }
+        self.run_to(OP, exec, q, kv, params, sm_scale, scratch, &sink)
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "the fields of BatchArgs with another sink")]
+    pub(super) fn run_to(
+        &self,
+        op: &'static str,
+        exec: &Exec,
+        q: TensorRef<'_>,
+        kv: Kv<'_>,
+        params: &Params<'_>,
+        sm_scale: Option<f32>,
+        scratch: &mut Scratch,
+        sink: &Sink<'_>,
+    ) -> Result<()> {
+        self.with_launch(op, q, kv, params, sm_scale, |launch| {
+            let (partials, tiles) = scratch.take(op, self.partial_floats(), self.tile_floats())?;
+            match exec {
+                Exec::Cpu(cpu) => kernel::run(cpu, launch, partials, tiles, sink),
+            }
+            Ok(())
+        })?
+    }
+
+    /// Without softmax there is no log-sum-exp.
+    pub(super) fn refuse_lse(&self, op: &'static str) -> Result<()> {
+        if !self.program.softmax() {
+            return Err(Error::value(op, "lse", "given", "none, as the variant does not normalise by softmax"));
+        }
+        Ok(())
+    }
+
+    /// Checks the arguments against the plan and hands them to `work` as the kernels take them.
+    pub(super) fn with_launch<R>(
+        &self,
+        op: &'static str,
+        q: TensorRef<'_>,
+        kv: Kv<'_>,
+        params: &Params<'_>,
+        sm_scale: Option<f32>,
+        work: impl FnOnce(&Launch<'_>) -> R,
+    ) -> Result<R> {
+        let p = &self.problem;
+        check_q(op, "q", &q, self.tokens.len(), p.qo_heads, p.head_dim_qk, p.q_dtype)?;
+        let pool = kv.pool();
+        check_pool(op, pool, p)?;
+        check_lens(op, &kv, &self.kv_lens)?;
+        let sm_scale = sm_scale.unwrap_or(1.0 / (p.head_dim_qk as f32).sqrt());
+        let (sm_scale, q_factor) = split_scale(op, sm_scale, pool.k_scale)?;
+        let batch = self.tokens.iter().map(|t| t.batch + 1).max().unwrap_or(0) as usize;
+        let bound = p.variant.bind(params, p.qo_heads, batch)?;
+        let (k, v) = match pool.block_scales {
+            Some([ks, vs]) => (Operand::nvfp4(op, "k", pool.k, ks)?, Operand::nvfp4(op, "v", pool.v, vs)?),
+            None => (Operand::new(op, "k", pool.k, true)?, Operand::new(op, "v", pool.v, true)?),
+        };
+        let launch = Launch {
+            schedule: &self.schedule,
+            tokens: &self.tokens,
+            kv_base: self.kv_base.as_deref(),
+            q: &[(Operand::new(op, "q", q, true)?, q_factor)],
+            sm_scale,
+            k: &[k],
+            v: Some(v),
+            v_scale: pool.v_scale,
+            dim_vo: p.head_dim_vo,
+            group: p.group(),
+            kv_heads: p.kv_heads,
+            index: match &kv {
+                Kv::Paged(_, table) => Index::Paged(table),
+                Kv::Ragged(kv) => Index::Ragged(kv.indptr()),
+            },
+            program: &self.program,
+            bound: &bound,
+        };
+        Ok(work(&launch))
+    }
+}
+
+/// First tile of `lo..hi` that is not hidden; monotone masks need O(log n) questions.
+fn first_shown(hidden: &impl Fn(u32, u32) -> bool, lo: u32, hi: u32) -> Option<u32> {
+    if lo >= hi || hidden(lo, hi) {
+        return None;
+    }
+    if hi - lo == 1 {
+        return Some(lo);
+    }
+    let mid = lo + (hi - lo) / 2;
+    first_shown(hidden, lo, mid).or_else(|| first_shown(hidden, mid, hi))
+}
+
+/// Last tile of `lo..hi` that is not hidden.
+fn last_shown(hidden: &impl Fn(u32, u32) -> bool, lo: u32, hi: u32) -> Option<u32> {
+    if lo >= hi || hidden(lo, hi) {
+        return None;
+    }
+    if hi - lo == 1 {
+        return Some(lo);
+    }
+    let mid = lo + (hi - lo) / 2;
+    last_shown(hidden, mid, hi).or_else(|| last_shown(hidden, lo, mid))
+}
+
+/// Positions travel as i32.
+pub(super) fn check_kv_lens(op: &'static str, kv_lens: &[u32]) -> Result<()> {
+    match kv_lens.iter().position(|&n| n > i32::MAX as u32 - TILE_KV as u32) {
+        Some(r) => Err(Error::value(op, "kv_lens", format!("{} at request {r}", kv_lens[r]), "at most 2^31 - 65")),
+        None => Ok(()),
+    }
+}
+
+pub(super) fn check_q(
+    op: &'static str,
+    arg: &'static str,
+    q: &TensorRef<'_>,
+    tokens: usize,
+    heads: usize,
+    dim: usize,
+    dtype: DType,
+) -> Result<()> {
+    Dims::of(op)
+        .axis("plan", "tokens", tokens)?
+        .axis("problem", "qo_heads", heads)?
+        .axis("problem", "head_dim", dim)?
+        .bind(arg, q, &["tokens", "qo_heads", "head_dim"])?;
+    if q.dtype() != dtype {
+        return Err(Error::DType { op, arg, got: q.dtype().name(), want: format!("{dtype}, as planned") });
+    }
+    Ok(())
+}
+
+fn check_pool(op: &'static str, pool: &KvPool<'_>, p: &Problem) -> Result<()> {
+    Dims::of(op)
+        .axis("problem", "kv_heads", p.kv_heads)?
+        .axis("problem", "head_dim_qk", p.head_dim_qk)?
+        .axis("problem", "head_dim_vo", p.head_dim_vo)?
+        .axis("kv", "kv_heads", pool.kv_heads())?
+        .axis("kv", "head_dim_qk", pool.head_dim_qk())?
+        .axis("kv", "head_dim_vo", pool.head_dim_vo())?;
+    if pool.dtype() != p.kv_dtype {
+        return Err(Error::DType {
+            op,
+            arg: "kv",
+            got: pool.dtype().name(),
+            want: format!("{}, as planned", p.kv_dtype),
+        });
+    }
+    Ok(())
+}
+
+fn check_lens(op: &'static str, kv: &Kv<'_>, planned: &[u32]) -> Result<()> {
+    if let Kv::Paged(kv, table) = kv {
+        check_table(op, table, kv.pool().num_pages(), kv.pool().page_size())?;
+    }
+    same_lens(op, kv.lens(), planned)
+}
+
+pub(super) fn check_table(
+    op: &'static str,
+    table: &crate::kv::PageTable<'_>,
+    pages: usize,
+    page_size: usize,
+) -> Result<()> {
+    Dims::of(op).axis("page table", "page_size", table.page_size())?.axis("kv", "page_size", page_size)?;
+    if table.num_pages() > pages {
+        return Err(Error::value(
+            op,
+            "page table",
+            format!("for {} pages", table.num_pages()),
+            format!("at most the pool's {pages}"),
+        ));
+    }
+    Ok(())
+}
+
+pub(super) fn same_lens(op: &'static str, got: &[u32], planned: &[u32]) -> Result<()> {
+    if got.len() != planned.len() {
+        return Err(Error::Dim { op, arg: "kv", axis: "batch", got: got.len(), first: "plan", want: planned.len() });
+    }
+    match got.iter().zip(planned).position(|(a, b)| a != b) {
+        Some(r) => Err(Error::value(
+            op,
+            "kv",
+            format!("{} tokens at request {r}", got[r]),
+            format!("{}, as planned", planned[r]),
+        )),
+        None => Ok(()),
+    }
+}
+
+/// The factor of the scores as one above 0, which the kernels use to compare, and one of the query.
+pub(super) fn split_scale(op: &'static str, sm_scale: f32, k_scale: f32) -> Result<(f32, f32)> {
+    let scale = sm_scale * k_scale;
+    if !scale.is_finite() {
+        return Err(Error::value(op, "sm_scale", format!("{sm_scale} (keys' scale {k_scale})"), "a finite number"));
+    }
+    Ok(if scale > 0.0 { (scale, 1.0) } else { (1.0, scale) })
+}
+
+pub(super) fn output_sink<'a>(
+    op: &'static str,
+    tokens: usize,
+    heads: usize,
+    dim: usize,
+    dtype: DType,
+    out: TensorMut<'a>,
+    lse: Option<TensorMut<'a>>,
+) -> Result<Sink<'a>> {
+    let mut dims = Dims::of(op);
+    dims.axis("plan", "tokens", tokens)?.axis("problem", "qo_heads", heads)?.axis("problem", "head_dim_vo", dim)?;
+    dims.bind("out", &out, &["tokens", "qo_heads", "head_dim_vo"])?;
+    if out.dtype() != dtype {
+        return Err(Error::DType { op, arg: "out", got: out.dtype().name(), want: format!("{dtype}, as planned") });
+    }
+    let lse = match lse {
+        Some(lse) => {
+            dims.bind("lse", &lse, &["tokens", "qo_heads"])?;
+            Some(RowsOnce::new(RowsMut::new(op, "lse", lse.with_unit_axis()?)?))
+        }
+        None => None,
+    };
+    let out = match dtype {
+        DType::F16 => Out::F16(RowsOnce::new(RowsMut::new(op, "out", out)?)),
+        DType::BF16 => Out::Bf16(RowsOnce::new(RowsMut::new(op, "out", out)?)),
+        _ => Out::F32(RowsOnce::new(RowsMut::new(op, "out", out)?)),
+    };
+    Ok(Sink::Output { out, lse })
+}

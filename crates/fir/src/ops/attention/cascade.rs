@@ -1,0 +1,207 @@
+//! [`CascadePlan`]: requests that share prefixes read each shared part once.
+//!
+//! A level holds part of every request's KV, in groups of query tokens that share it: level 0 the longest shared
+//! prefix, the last level what each request has alone. Each level is a [`BatchPlan`] whose groups are its requests;
+//! the levels' states are merged row by row. Positions are those of the whole request, so any variant means the same
+//! as over flat KV.
+
+use super::batch::{BatchPlan, Problem, check_kv_lens, output_sink};
+use crate::cpu::attention::{self as kernel, Sink, Token};
+use crate::cpu::pool::{RowsMut, RowsOnce};
+use crate::error::{Error, Result};
+use crate::exec::Exec;
+use crate::kv::{Kv, Ragged};
+use crate::plan::{Schedule, Scratch, Split};
+use crate::tensor::{TensorMut, TensorRef};
+use crate::variant::Params;
+
+const OP: &str = "CascadePlan";
+
+/// One level: which query tokens share which stretch of KV.
+#[derive(Clone, Copy, Debug)]
+pub struct CascadeLevel<'a> {
+    /// Query tokens of each group, in order; group borders are borders of requests.
+    pub qo: &'a Ragged,
+    /// Tokens each group shares at this level.
+    pub kv_lens: &'a [u32],
+}
+
+/// A batch with shared prefixes, scheduled level by level.
+#[must_use = "a plan does nothing until `run`"]
+#[derive(Debug)]
+pub struct CascadePlan {
+    problem: Problem,
+    levels: Vec<BatchPlan>,
+    tokens: usize,
+}
+
+/// One layer's tensors for [`CascadePlan::run`].
+#[derive(Debug)]
+pub struct CascadeArgs<'a> {
+    /// `[tokens, qo_heads, head_dim_qk]`
+    pub q: TensorRef<'a>,
+    /// Keys and values of each level, its groups as requests.
+    pub kv: &'a [Kv<'a>],
+    /// Values of the variant's parameters.
+    pub params: &'a Params<'a>,
+    /// Factor of the scores; `1 / sqrt(head_dim_qk)` when `None`.
+    pub sm_scale: Option<f32>,
+    /// Made by [`CascadePlan::scratch`]; one per call in flight.
+    pub scratch: &'a mut [Scratch],
+    /// `[tokens, qo_heads, head_dim_vo]`
+    pub out: TensorMut<'a>,
+    /// `[tokens, qo_heads]`, f32; written when given.
+    pub lse: Option<TensorMut<'a>>,
+}
+
+impl CascadePlan {
+    /// Plans every level; the last one's groups are the requests.
+    pub fn new(exec: &Exec, problem: Problem, levels: &[CascadeLevel<'_>], split: Split) -> Result<Self> {
+        let Some((own, _)) = levels.split_last() else {
+            return Err(Error::value(OP, "levels", "empty", "at least one level"));
+        };
+        let requests = own.qo;
+        let mut kv_len = vec![0u32; requests.batch()];
+        let mut bases = Vec::with_capacity(levels.len());
+        for (l, level) in levels.iter().enumerate() {
+            if level.kv_lens.len() != level.qo.batch() {
+                return Err(Error::Dim {
+                    op: OP,
+                    arg: "kv_lens",
+                    axis: "groups",
+                    got: level.kv_lens.len(),
+                    first: "qo",
+                    want: level.qo.batch(),
+                });
+            }
+            if level.qo.rows() != requests.rows() {
+                return Err(Error::Dim {
+                    op: OP,
+                    arg: "levels[..].qo",
+                    axis: "tokens",
+                    got: level.qo.rows(),
+                    first: "levels[last].qo",
+                    want: requests.rows(),
+                });
+            }
+            bases.push(level_bases(l, level, requests, &mut kv_len)?);
+        }
+        check_kv_lens(OP, &kv_len)?;
+        let mut tokens = Vec::with_capacity(requests.rows());
+        for (r, (&q_len, &kv_len)) in requests.lens().iter().zip(&kv_len).enumerate() {
+            tokens.extend((0..q_len as i32).map(|q_idx| Token {
+                batch: r as i32,
+                q_idx,
+                q_len: q_len as i32,
+                kv_len: kv_len as i32,
+            }));
+        }
+        let plans = levels.iter().zip(bases).map(|(level, base)| {
+            let mut plan = BatchPlan::with_capacity(exec, problem.clone(), level.qo.batch(), split)?;
+            plan.refill_level(level.qo, level.kv_lens, &tokens, base)?;
+            Ok(plan)
+        });
+        let levels = plans.collect::<Result<Vec<_>>>()?;
+        Ok(Self { problem, levels, tokens: tokens.len() })
+    }
+
+    /// Schedules of the levels.
+    pub fn schedules(&self) -> impl Iterator<Item = &Schedule> {
+        self.levels.iter().map(BatchPlan::schedule)
+    }
+
+    /// Scratch of exactly the size that [`Self::run`] needs: one per level, and one for the levels' states.
+    pub fn scratch(&self) -> Vec<Scratch> {
+        let states = Scratch::new(self.levels.len() * self.state_floats(), 1, 0);
+        self.levels.iter().map(BatchPlan::scratch).chain([states]).collect()
+    }
+
+    fn state_floats(&self) -> usize {
+        self.tokens * self.problem.qo_heads * (self.problem.head_dim_vo + 2)
+    }
+
+    /// Runs one layer.
+    pub fn run(&self, exec: &Exec, args: CascadeArgs<'_>) -> Result<()> {
+        const OP: &str = "CascadePlan::run";
+        let CascadeArgs { q, kv, params, sm_scale, scratch, out, lse } = args;
+        let (p, n) = (&self.problem, self.levels.len());
+        if kv.len() != n {
+            return Err(Error::Dim { op: OP, arg: "kv", axis: "levels", got: kv.len(), first: "plan", want: n });
+        }
+        if scratch.len() != n + 1 {
+            return Err(Error::Dim {
+                op: OP,
+                arg: "scratch",
+                axis: "levels + 1",
+                got: scratch.len(),
+                first: "plan",
+                want: n + 1,
+            });
+        }
+        if lse.is_some() {
+            self.levels[0].refuse_lse(OP)?;
+        }
+        let v_scale = kv[0].pool().v_scale;
+        if let Some(l) = kv.iter().position(|kv| kv.pool().v_scale.to_bits() != v_scale.to_bits()) {
+            return Err(Error::value(
+                OP,
+                "kv",
+                format!("v_scale {} at level {l}", kv[l].pool().v_scale),
+                format!("{v_scale} as at level 0"),
+            ));
+        }
+        let sink = output_sink(OP, self.tokens, p.qo_heads, p.head_dim_vo, p.out_dtype, out, lse)?;
+        let (per_level, states) = scratch.split_at_mut(n);
+        let (states, _) = states[0].take(OP, n * self.state_floats(), 0)?;
+        for (l, plan) in self.levels.iter().enumerate() {
+            let rows = &mut states[l * self.state_floats()..][..self.state_floats()];
+            let rows = RowsOnce::new(RowsMut::from_slice(rows, p.head_dim_vo + 2));
+            plan.run_to(OP, exec, q, kv[l], params, sm_scale, &mut per_level[l], &Sink::States(rows))?;
+        }
+        // Any level's launch describes the rows; the first is as good as another.
+        self.levels[0].with_launch(OP, q, kv[0], params, sm_scale, |launch| match exec {
+            Exec::Cpu(cpu) => kernel::merge_levels(cpu, launch, states, n, &sink),
+        })
+    }
+}
+
+/// Position of each group's first token at level `l`: what its requests hold at the levels above, which must be the
+/// same for all of them. Adds the level's lengths to `kv_len`.
+fn level_bases(l: usize, level: &CascadeLevel<'_>, requests: &Ragged, kv_len: &mut [u32]) -> Result<Vec<i32>> {
+    let (mut r, mut bases) = (0, Vec::with_capacity(level.qo.batch()));
+    for (g, &len) in level.kv_lens.iter().enumerate() {
+        let end = level.qo.indptr()[g + 1];
+        let mut base = None;
+        // Requests without query tokens at a border belong to the group that starts there, if they fit at all.
+        while r < requests.batch() && requests.indptr()[r + 1] <= end {
+            if requests.lens()[r] > 0 {
+                let mine = kv_len[r];
+                if *base.get_or_insert(mine) != mine {
+                    return Err(Error::value(
+                        OP,
+                        "levels",
+                        format!(
+                            "group {g} of level {l} with requests that start it at {} and {mine}",
+                            base.unwrap_or(0)
+                        ),
+                        "groups whose requests share all levels above",
+                    ));
+                }
+                kv_len[r] = mine.checked_add(len).ok_or_else(|| {
+                    Error::value(OP, "kv_lens", format!("over 2^32 tokens at request {r}"), "at most 2^31 - 65")
+                })?;
+            }
+            r += 1;
+        }
+        if end > 0 && r > 0 && requests.indptr()[r] != end {
+            return Err(Error::value(
+                OP,
+                "levels",
+                format!("group {g} of level {l} ending at token {end}"),
+                "borders of the last level's groups",
+            ));
+        }
+        bases.push(base.unwrap_or(0) as i32);
+    }
+    Ok(bases)
+}

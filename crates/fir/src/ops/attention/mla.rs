@@ -1,0 +1,216 @@
+//! [`MlaPlan`]: multi-head latent attention over a paged cache of compressed vectors.
+//!
+//! All heads share one key, `[ckv, kpe]`, and one value, `ckv`:
+//!
+//! ```text
+//! score_j = sm_scale * (q_nope[i, h] · ckv[j] + q_pe[i, h] · kpe[j])
+//! o[i, h] = Σ_j softmax_j(score) ckv[j]
+//! ```
+
+use super::batch::{check_kv_lens, check_q, check_table, output_sink, same_lens, split_scale};
+use crate::cpu::attention::{self as kernel, Index, Launch, MAX_ROWS, Operand, Token};
+use crate::error::{Error, Result};
+use crate::exec::Exec;
+use crate::kv::{PageTable, PagedMla, Ragged};
+use crate::plan::{Cut, Entry, Schedule, Scratch, Split, TILE_KV};
+use crate::tensor::{DType, Dims, TensorMut, TensorRef};
+use crate::variant::{self, Params, RowProgram, Variant};
+
+/// Which latent attention.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct MlaProblem {
+    /// Query heads.
+    pub heads: usize,
+    /// Elements of the compressed vector: 1 to 512.
+    pub head_dim_ckv: usize,
+    /// Elements of the rotary part: 0 to 512.
+    pub head_dim_kpe: usize,
+    /// Type of the query: f32, f16, bf16, e4m3 or e5m2.
+    pub q_dtype: DType,
+    /// Type of the cache: f32, f16, bf16, e4m3 or e5m2.
+    pub kv_dtype: DType,
+    /// Type of the output: f32, f16 or bf16.
+    pub out_dtype: DType,
+    /// Whether query token `i` sees no position past its own.
+    pub causal: bool,
+}
+
+/// A batch of latent attention, scheduled.
+#[must_use = "a plan does nothing until `run`"]
+#[derive(Debug)]
+pub struct MlaPlan {
+    problem: MlaProblem,
+    workers: usize,
+    kv_lens: Vec<u32>,
+    tokens: Vec<Token>,
+    schedule: Schedule,
+    variant: Variant,
+    program: RowProgram,
+}
+
+/// One layer's tensors for [`MlaPlan::run`].
+#[derive(Debug)]
+pub struct MlaArgs<'a> {
+    /// `[tokens, heads, head_dim_ckv]`: queries times the key projection.
+    pub q_nope: TensorRef<'a>,
+    /// `[tokens, heads, head_dim_kpe]`
+    pub q_pe: TensorRef<'a>,
+    /// The cache.
+    pub kv: PagedMla<'a>,
+    /// Its pages, with the lengths that were planned.
+    pub table: &'a PageTable<'a>,
+    /// Factor of the scores. No default: it is `1 / sqrt` of the head dim before compression.
+    pub sm_scale: f32,
+    /// Made by [`MlaPlan::scratch`]; one per call in flight.
+    pub scratch: &'a mut Scratch,
+    /// `[tokens, heads, head_dim_ckv]`
+    pub out: TensorMut<'a>,
+    /// `[tokens, heads]`, f32; written when given.
+    pub lse: Option<TensorMut<'a>>,
+}
+
+impl MlaPlan {
+    /// Cuts the batch over the workers of `exec`.
+    ///
+    /// * `qo`: query tokens of each request (1 for decode)
+    /// * `kv_lens`: cached tokens of each request, the query tokens included
+    pub fn new(exec: &Exec, problem: MlaProblem, qo: &Ragged, kv_lens: &[u32], split: Split) -> Result<Self> {
+        const OP: &str = "MlaPlan";
+        problem.check(OP)?;
+        if let Split::Fixed(n) = split
+            && (n == 0 || !(n as usize).is_multiple_of(TILE_KV))
+        {
+            return Err(Error::value(OP, "split", format!("Fixed({n})"), format!("a positive multiple of {TILE_KV}")));
+        }
+        if kv_lens.len() != qo.batch() {
+            return Err(Error::Dim {
+                op: OP,
+                arg: "kv_lens",
+                axis: "batch",
+                got: kv_lens.len(),
+                first: "qo",
+                want: qo.batch(),
+            });
+        }
+        check_kv_lens(OP, kv_lens)?;
+        let variant = if problem.causal { variant::causal() } else { variant::standard() };
+        let program = RowProgram::new(&variant, problem.head_dim_ckv + problem.head_dim_kpe, problem.head_dim_ckv)?;
+        let (mut tokens, mut entries) = (vec![], vec![]);
+        let tile = (MAX_ROWS / problem.heads).max(1) as u32;
+        for (r, (&q_len, &kv_len)) in qo.lens().iter().zip(kv_lens).enumerate() {
+            tokens.extend((0..q_len as i32).map(|q_idx| Token {
+                batch: r as i32,
+                q_idx,
+                q_len: q_len as i32,
+                kv_len: kv_len as i32,
+            }));
+            for at in (0..q_len).step_by(tile as usize) {
+                let rows = tile.min(q_len - at);
+                let end = if problem.causal { (kv_len + at + rows).saturating_sub(q_len).min(kv_len) } else { kv_len };
+                let (request, q_start) = (r as u32, qo.indptr()[r] as u32 + at);
+                entries.push(Entry { request, q_start, q_len: rows, kv_start: 0, kv_end: end });
+            }
+        }
+        let mut schedule = Schedule::default();
+        let cut = Cut { workers: exec.workers(), kv_heads: 1, group: problem.heads as u32, split };
+        schedule
+            .fill(cut, &entries)
+            .ok_or_else(|| Error::value(OP, "split", format!("{split:?}"), "fewer than 2^32 partial rows"))?;
+        Ok(Self { problem, workers: exec.workers(), kv_lens: kv_lens.to_vec(), tokens, schedule, variant, program })
+    }
+
+    /// Which worker does what.
+    pub fn schedule(&self) -> &Schedule {
+        &self.schedule
+    }
+
+    /// Scratch of exactly the size that [`Self::run`] needs.
+    pub fn scratch(&self) -> Scratch {
+        Scratch::new(self.partial_floats(), self.workers, self.tile_floats())
+    }
+
+    fn partial_floats(&self) -> usize {
+        self.schedule.partial_rows() * (self.problem.head_dim_ckv + 2)
+    }
+
+    fn tile_floats(&self) -> usize {
+        let p = &self.problem;
+        kernel::tile_floats(p.head_dim_ckv + p.head_dim_kpe, p.head_dim_ckv, true, p.heads)
+    }
+
+    /// Runs one layer.
+    pub fn run(&self, exec: &Exec, args: MlaArgs<'_>) -> Result<()> {
+        const OP: &str = "MlaPlan::run";
+        let MlaArgs { q_nope, q_pe, kv, table, sm_scale, scratch, out, lse } = args;
+        let (p, n) = (&self.problem, self.tokens.len());
+        check_q(OP, "q_nope", &q_nope, n, p.heads, p.head_dim_ckv, p.q_dtype)?;
+        check_q(OP, "q_pe", &q_pe, n, p.heads, p.head_dim_kpe, p.q_dtype)?;
+        Dims::of(OP)
+            .axis("problem", "head_dim_ckv", p.head_dim_ckv)?
+            .axis("problem", "head_dim_kpe", p.head_dim_kpe)?
+            .bind("ckv", &kv.ckv, &["pages", "page_size", "head_dim_ckv"])?
+            .bind("kpe", &kv.kpe, &["pages", "page_size", "head_dim_kpe"])?;
+        if kv.dtype() != p.kv_dtype {
+            return Err(Error::DType {
+                op: OP,
+                arg: "kv",
+                got: kv.dtype().name(),
+                want: format!("{}, as planned", p.kv_dtype),
+            });
+        }
+        check_table(OP, table, kv.ckv.shape()[0], kv.ckv.shape()[1])?;
+        same_lens(OP, table.lens(), &self.kv_lens)?;
+        let (sm_scale, q_factor) = split_scale(OP, sm_scale, kv.ckv_scale)?;
+        let sink = output_sink(OP, n, p.heads, p.head_dim_ckv, p.out_dtype, out, lse)?;
+        let bound = self.variant.bind(&Params::new(), p.heads, self.kv_lens.len())?;
+        let launch = Launch {
+            schedule: &self.schedule,
+            tokens: &self.tokens,
+            kv_base: None,
+            q: &[
+                (Operand::new(OP, "q_nope", q_nope, true)?, q_factor),
+                (Operand::new(OP, "q_pe", q_pe, true)?, q_factor * (kv.kpe_scale / kv.ckv_scale)),
+            ],
+            sm_scale,
+            k: &[Operand::new(OP, "ckv", kv.ckv, false)?, Operand::new(OP, "kpe", kv.kpe, false)?],
+            v: None,
+            v_scale: kv.ckv_scale,
+            dim_vo: p.head_dim_ckv,
+            group: p.heads,
+            kv_heads: 1,
+            index: Index::Paged(table),
+            program: &self.program,
+            bound: &bound,
+        };
+        let (partials, tiles) = scratch.take(OP, self.partial_floats(), self.tile_floats())?;
+        match exec {
+            Exec::Cpu(cpu) => kernel::run(cpu, &launch, partials, tiles, &sink),
+        }
+        Ok(())
+    }
+}
+
+impl MlaProblem {
+    fn check(&self, op: &'static str) -> Result<()> {
+        let mut why = vec![];
+        if !(1..=1 << 20).contains(&self.heads) {
+            why.push(format!("heads {} is not in 1..=2^20", self.heads));
+        }
+        if !(1..=512).contains(&self.head_dim_ckv) {
+            why.push(format!("head_dim_ckv {} is not in 1..=512", self.head_dim_ckv));
+        }
+        if self.head_dim_kpe > 512 {
+            why.push(format!("head_dim_kpe {} is not in 0..=512", self.head_dim_kpe));
+        }
+        let float = [DType::F32, DType::F16, DType::BF16];
+        for (name, dtype) in [("q_dtype", self.q_dtype), ("kv_dtype", self.kv_dtype)] {
+            if !float.contains(&dtype) && dtype != DType::E4M3 && dtype != DType::E5M2 {
+                why.push(format!("{name} {dtype} is not f32, f16, bf16, e4m3 or e5m2"));
+            }
+        }
+        if !float.contains(&self.out_dtype) {
+            why.push(format!("out_dtype {} is not f32, f16 or bf16", self.out_dtype));
+        }
+        if why.is_empty() { Ok(()) } else { Err(Error::Unsupported { op, why }) }
+    }
+}

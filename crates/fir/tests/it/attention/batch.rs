@@ -1,0 +1,211 @@
+use fir::DType;
+use fir::attention::{BatchPlan, Problem, Split};
+use fir::kv::KvLayout;
+use fir::testing::Rng;
+use fir::variant::{self, Params};
+
+use super::case::{Batch, Case, check_case, run};
+use crate::support::every_exec;
+
+const Q: [DType; 5] = [DType::F32, DType::F16, DType::BF16, DType::E4M3, DType::E5M2];
+const KV: [DType; 6] = [DType::F32, DType::F16, DType::BF16, DType::E4M3, DType::E5M2, DType::E2M1x2];
+const OUT: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
+
+#[test]
+fn matches_reference_for_every_combination_of_types() {
+    for q_dtype in Q {
+        for kv_dtype in KV {
+            for out_dtype in OUT {
+                let mut case = Case::new(4, 2, 32, DType::F32, variant::causal());
+                case.problem = Problem { q_dtype, kv_dtype, out_dtype, ..case.problem };
+                case.scales = (0.75, 1.5);
+                check_case(&case, &Params::new());
+            }
+        }
+    }
+}
+
+#[test]
+fn matches_reference_for_head_dims_from_1_to_512() {
+    for dim in [1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 48, 64, 80, 96, 128, 160, 256, 511, 512] {
+        let mut case = Case::new(2, 1, dim, DType::F32, variant::causal());
+        (case.q_lens, case.kv_lens) = (vec![2, 1], vec![70, 5]);
+        check_case(&case, &Params::new());
+    }
+    for (head_dim_qk, head_dim_vo) in [(192, 128), (128, 192), (1, 512), (512, 1), (72, 40)] {
+        let mut case = Case::new(2, 2, 64, DType::BF16, variant::causal());
+        case.problem = Problem { head_dim_qk, head_dim_vo, ..case.problem };
+        (case.q_lens, case.kv_lens) = (vec![2, 1], vec![70, 5]);
+        check_case(&case, &Params::new());
+    }
+}
+
+#[test]
+fn matches_reference_for_every_group_size() {
+    for (qo, kv) in
+        [(1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (6, 2), (7, 7), (8, 1), (12, 3), (16, 1), (71, 1), (130, 2)]
+    {
+        let mut case = Case::new(qo, kv, 24, DType::F16, variant::causal());
+        (case.q_lens, case.kv_lens) = (vec![1, 3, 1], vec![66, 9, 1]);
+        check_case(&case, &Params::new());
+    }
+}
+
+#[test]
+fn matches_reference_for_every_page_size_and_layout() {
+    for page_size in [1, 2, 3, 5, 16, 64, 100] {
+        for layout in [KvLayout::Nhd, KvLayout::Hnd] {
+            let mut case = Case::new(4, 2, 40, DType::BF16, variant::causal());
+            (case.page_size, case.layout) = (page_size, layout);
+            case.kv_lens = vec![0, 1, page_size as u32, page_size as u32 + 1, 15, 16, 200, 65];
+            check_case(&case, &Params::new());
+        }
+    }
+}
+
+#[test]
+fn long_requests_are_cut_and_merged() {
+    let mut case = Case::new(4, 2, 64, DType::BF16, variant::causal());
+    (case.q_lens, case.kv_lens, case.page_size) = (vec![1, 150, 1, 0, 33], vec![700, 320, 3, 0, 33], 16);
+    check_case(&case, &Params::new());
+    (case.q_lens, case.kv_lens) = (vec![1], vec![900]);
+    check_case(&case, &Params::new());
+}
+
+#[test]
+fn one_hot_values_show_every_weight() {
+    for dtype in [DType::F32, DType::BF16] {
+        let mut case = Case::new(4, 2, 128, dtype, variant::causal());
+        (case.q_lens, case.kv_lens, case.page_size, case.one_hot) = (vec![3, 1, 1], vec![64, 128, 63], 16, true);
+        check_case(&case, &Params::new());
+    }
+}
+
+#[test]
+fn every_library_variant_matches_reference() {
+    let mut rng = Rng::new(5);
+    let heads = 4;
+    let (slopes, sinks) = (rng.normals(heads), rng.normals(heads));
+    let lens = ([1u32, 1, 0, 3, 1, 5, 1, 1], [0u32, 1, 7, 9, 15, 16, 17, 65]);
+    // A bit per (query, position) of each request, each request's on a byte border.
+    let (mut bytes, mut indptr, mut tree, mut tree_indptr) = (vec![], vec![0i32], vec![], vec![0i32]);
+    for (q, kv) in lens.0.iter().zip(lens.1) {
+        bytes.extend((0..(q * kv).div_ceil(8)).map(|_| rng.bits() as u8));
+        indptr.push(bytes.len() as i32);
+        tree.extend((0..(q * q).div_ceil(8)).map(|_| rng.bits() as u8));
+        tree_indptr.push(tree.len() as i32);
+    }
+    let (prefix, items): (Vec<i32>, Vec<i32>) = (vec![0, 1, 3, 4, 5, 10, 16, 30], (0..8 * 20).map(|i| i % 5).collect());
+    let window = |w| Params::new().i32("window_left", w);
+    let causal = |v| variant::causal().and(v).unwrap();
+    let cases = [
+        (variant::standard(), Params::new()),
+        (variant::causal(), Params::new()),
+        (variant::sliding_window(), window(0)),
+        (variant::sliding_window(), window(5)),
+        (causal(variant::sliding_window()), window(7)),
+        (causal(variant::sliding_window()), window(-1)),
+        (variant::soft_cap(), Params::new().f32("soft_cap", 2.0)),
+        (causal(variant::soft_cap()), Params::new().f32("soft_cap", 0.5)),
+        (variant::alibi(), Params::new().f32_tensor("alibi_slopes", &slopes)),
+        (causal(variant::alibi()), Params::new().f32_tensor("alibi_slopes", &slopes)),
+        (variant::rope_llama(1e4, 1.0, false).unwrap(), Params::new()),
+        (causal(variant::rope_llama(5e5, 2.0, true).unwrap()), Params::new()),
+        (variant::sink(), Params::new().f32_tensor("sink", &sinks)),
+        (causal(variant::sink()), Params::new().f32_tensor("sink", &sinks)),
+        (variant::custom_mask(), Params::new().bits("mask", &bytes, &indptr)),
+        (variant::tree_mask(), Params::new().bits("mask", &tree, &tree_indptr)),
+        (variant::sigmoid(), Params::new().f32("bias", -1.0)),
+        (causal(variant::sigmoid()), Params::new().f32("bias", 0.25)),
+        (
+            variant::multi_item(),
+            Params::new()
+                .i32_tensor("prefix_len", &prefix)
+                .i32_tensor("token_pos_in_items", &items)
+                .i32("token_pos_in_items_len", 20),
+        ),
+    ];
+    for (variant, params) in cases {
+        check_case(&Case::new(heads, 2, 32, DType::F32, variant.clone()), &params);
+        check_case(&Case::new(heads, 4, 16, DType::BF16, variant), &params);
+    }
+}
+
+#[test]
+fn values_that_are_not_finite_stay_where_they_are() {
+    // Position 3 of every request is NaN or infinite: rows that do not see it must not notice.
+    for bad in [f32::NAN, f32::INFINITY] {
+        let mut case = Case::new(2, 1, 20, DType::F32, variant::causal());
+        (case.q_lens, case.kv_lens, case.page_size) = (vec![6, 6], vec![6, 70], 4);
+        let mut batch = Batch::new(&case);
+        for r in 0..2 {
+            let (page, slot) = batch.table.locate(r, 3).unwrap();
+            let at = (page * case.page_size + slot) * 20;
+            batch.v.as_mut_slice::<f32>().unwrap()[at..at + 20].fill(bad);
+        }
+        every_exec(|exec| {
+            let (out, lse) = run(exec, &case, &batch, &Params::new(), Split::Balanced, true);
+            let out = out.as_slice::<f32>().unwrap();
+            assert!(lse.as_slice::<f32>().unwrap().iter().all(|x| x.is_finite()));
+            for token in 0..12 {
+                let sees = token >= 3;
+                assert_eq!(out[token * 40..][..40].iter().all(|x| x.is_finite()), !sees, "{exec:?} {bad} {token}");
+            }
+        });
+    }
+}
+
+#[test]
+fn fixed_split_is_batch_invariant_to_the_bit() {
+    let mut case = Case::new(8, 2, 64, DType::BF16, variant::causal());
+    (case.q_lens, case.kv_lens, case.page_size) = (vec![1, 20, 1, 1, 7, 1], vec![500, 150, 64, 1, 260, 999], 16);
+    let batch = Batch::new(&case);
+    every_exec(|exec| {
+        for split in [Split::Fixed(64), Split::Fixed(256), Split::Off] {
+            let (all, all_lse) = run(exec, &case, &batch, &Params::new(), split, true);
+            for r in 0..case.q_lens.len() {
+                // The same request alone, through a table of its own.
+                let rows = batch.qo.indptr()[r] as usize..batch.qo.indptr()[r + 1] as usize;
+                let qo = fir::Ragged::from_lens(&[case.q_lens[r]]).unwrap();
+                let pages = batch.table.pages(r);
+                let table = fir::PageTable::with_lens(
+                    16,
+                    batch.table.num_pages(),
+                    vec![0, pages.len() as i32],
+                    pages,
+                    &[case.kv_lens[r] as i32],
+                )
+                .unwrap();
+                let fir::kv::Kv::Paged(pool, _) = batch.kv() else { unreachable!() };
+                let plan = BatchPlan::new(exec, case.problem.clone(), &qo, &[case.kv_lens[r]], split).unwrap();
+                let mut out = super::case::poisoned(DType::BF16, &[rows.len(), 8, 64]);
+                let mut lse = super::case::poisoned(DType::F32, &[rows.len(), 8]);
+                plan.run(
+                    exec,
+                    fir::attention::BatchArgs {
+                        q: batch.q.view().slice(0, rows.clone()).unwrap(),
+                        kv: fir::kv::Kv::Paged(pool, &table),
+                        params: &Params::new(),
+                        sm_scale: None,
+                        scratch: &mut plan.scratch(),
+                        out: out.view_mut(),
+                        lse: Some(lse.view_mut()),
+                    },
+                )
+                .unwrap();
+                let bits = |t: &fir::Tensor, per: usize, rows: std::ops::Range<usize>| -> Vec<u32> {
+                    t.view().to_f32_vec().unwrap()[rows.start * per..rows.end * per]
+                        .iter()
+                        .map(|x| x.to_bits())
+                        .collect()
+                };
+                assert_eq!(
+                    bits(&out, 8 * 64, 0..rows.len()),
+                    bits(&all, 8 * 64, rows.clone()),
+                    "{exec:?} {split:?} request {r}"
+                );
+                assert_eq!(bits(&lse, 8, 0..rows.len()), bits(&all_lse, 8, rows), "{exec:?} {split:?} request {r}");
+            }
+        }
+    });
+}

@@ -1,0 +1,5 @@
+//! Attention: every plan, level, type, layout and variant against the reference.
+
+mod batch;
+mod case;
+mod plans;
