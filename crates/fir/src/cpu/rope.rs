@@ -6,9 +6,8 @@
 use std::ops::Range;
 
 use super::exec::Cpu;
-use super::page::divide;
 use super::pool::RowsMut;
-use super::rows::{Rows, for_parts, narrow, parts_for, widen, with_float, with_float8};
+use super::rows::{Rows, WideRows, for_parts, narrow, parts_for, widen, with_float, with_float8};
 use super::vector::{Kernel, Lane, Vector};
 use crate::error::Result;
 use crate::tensor::{TensorMut, TensorRef};
@@ -49,7 +48,7 @@ impl<'a> Angles<'a> {
 }
 
 /// Sines and cosines of one token, and room to rotate in.
-pub(super) struct Turn {
+struct Turn {
     cos: Vec<f32>,
     sin: Vec<f32>,
     wide: Vec<f32>,
@@ -57,14 +56,14 @@ pub(super) struct Turn {
 }
 
 impl Turn {
-    pub(super) fn new(angles: &Angles<'_>) -> Self {
+    fn new(angles: &Angles<'_>) -> Self {
         let n = angles.pairs();
         Self { cos: vec![0.0; n], sin: vec![0.0; n], wide: vec![0.0; 2 * n], interleave: angles.interleave }
     }
 
     /// Turns to `position`.
     #[inline(always)]
-    pub(super) fn to(&mut self, angles: &Angles<'_>, position: i64) {
+    fn to(&mut self, angles: &Angles<'_>, position: i64) {
         match &angles.source {
             Source::Formula { frequencies, fastest } => {
                 sines(position, frequencies, *fastest, &mut self.cos, &mut self.sin);
@@ -79,7 +78,7 @@ impl Turn {
 
     /// Rotates the head of `row`.
     #[inline(always)]
-    pub(super) fn rotate<V: Vector, T: Lane>(&mut self, v: V, row: &mut [T]) {
+    fn rotate<V: Vector, T: Lane>(&mut self, v: V, row: &mut [T]) {
         let n = self.cos.len();
         let row = &mut row[..2 * n];
         if self.interleave {
@@ -142,7 +141,7 @@ pub(crate) fn rotate(
 }
 
 /// Cuts `0..tokens` into at most `parts` ranges of nearly equal length.
-pub(super) fn token_parts(tokens: usize, parts: usize) -> Vec<Range<usize>> {
+fn token_parts(tokens: usize, parts: usize) -> Vec<Range<usize>> {
     let each = tokens.div_ceil(parts.max(1)).max(1);
     (0..tokens).step_by(each).map(|t| t..tokens.min(t + each)).collect()
 }
@@ -188,60 +187,152 @@ impl<T: Lane> Kernel for Rotate<'_, T> {
     }
 }
 
-/// Rows to be rotated by their tokens' positions, or not, then divided by a scale and rounded.
-pub(crate) struct Quantize<'a> {
-    pub(crate) args: [&'static str; 2],
-    /// `[nnz, heads, dim]` or `[nnz, dim]`
-    pub(crate) x: TensorRef<'a>,
-    pub(crate) turn: Option<(&'a Angles<'a>, &'a [i64])>,
-    pub(crate) scale: f32,
-    /// as `x`, any float type but fp4
-    pub(crate) out: TensorMut<'a>,
+/// Rows of tokens, put together from a part that is rotated by the token's position and one that is not.
+#[derive(Clone, Copy)]
+pub(crate) struct Tokens<'a> {
+    head: WideRows<'a>,
+    rest: Option<WideRows<'a>>,
+    /// Rows per token.
+    heads: usize,
+    /// How the head is rotated, with each token's position.
+    turn: Option<(&'a Angles<'a>, &'a [i64])>,
 }
 
-pub(crate) fn quantize(cpu: &Cpu, op: &'static str, job: Quantize<'_>) -> Result<()> {
-    let Quantize { args, x, turn, scale, out } = job;
-    let heads = if x.shape().len() == 3 { x.shape()[1] } else { 1 };
-    with_float!(op, args[0], x.dtype(), S => {
-        let x = Rows::<S>::new(op, args[0], x)?;
-        with_float8!(op, args[1], out.dtype(), D => {
-            let out = RowsMut::<D>::new(op, args[1], out)?;
-            for_parts(cpu, out, |out| cpu.run(QuantizeRows { x, heads, turn, scale, out }));
-            Ok(())
-        })
+impl<'a> Tokens<'a> {
+    /// `[nnz, heads, dim]` or `[nnz, dim]`, as it is.
+    pub(crate) fn plain(op: &'static str, arg: &'static str, x: TensorRef<'a>) -> Result<Self> {
+        let heads = if x.shape().len() == 3 { x.shape()[1] } else { 1 };
+        Ok(Self { head: WideRows::new(op, arg, x)?, rest: None, heads, turn: None })
+    }
+
+    /// With the head of each row rotated.
+    pub(crate) fn rotated(mut self, angles: &'a Angles<'a>, positions: &'a [i64]) -> Self {
+        self.turn = Some((angles, positions));
+        self
+    }
+
+    /// With `rest`, of as many rows, behind each row.
+    pub(crate) fn followed_by(mut self, op: &'static str, arg: &'static str, rest: TensorRef<'a>) -> Result<Self> {
+        self.rest = Some(WideRows::new(op, arg, rest)?);
+        Ok(self)
+    }
+
+    /// Rows per token.
+    pub(super) fn heads(&self) -> usize {
+        self.heads
+    }
+
+    /// Elements per row.
+    pub(super) fn row_len(&self) -> usize {
+        self.head.row_len() + self.rest.map_or(0, |r| r.row_len())
+    }
+
+    /// A reader of its rows.
+    pub(super) fn reader(&self) -> Reader<'a> {
+        let turn = self.turn.map(|(angles, _)| Turn::new(angles));
+        Reader { tokens: *self, turn, rows: vec![0.0; self.heads * self.row_len()] }
+    }
+}
+
+/// Reads tokens as f32. A kernel of its own, so that it is compiled once per level and not for every type written.
+pub(super) struct Reader<'a> {
+    tokens: Tokens<'a>,
+    turn: Option<Turn>,
+    rows: Vec<f32>,
+}
+
+impl Reader<'_> {
+    /// The rows of `token`, one after another.
+    pub(super) fn read(&mut self, cpu: &Cpu, token: usize) -> &[f32] {
+        cpu.run(Read { reader: self, token });
+        &self.rows
+    }
+}
+
+struct Read<'r, 'a> {
+    reader: &'r mut Reader<'a>,
+    token: usize,
+}
+
+impl Kernel for Read<'_, '_> {
+    type Out = ();
+    #[inline(always)]
+    fn run<V: Vector>(self, v: V) {
+        let Reader { tokens, turn, rows } = self.reader;
+        if let (Some((angles, positions)), Some(turn)) = (tokens.turn, &mut *turn) {
+            turn.to(angles, positions[self.token]);
+        }
+        let (len, split) = (tokens.row_len(), tokens.head.row_len());
+        for head in 0..tokens.heads {
+            let r = self.token * tokens.heads + head;
+            let (first, rest) = rows[head * len..][..len].split_at_mut(split);
+            tokens.head.widen(v, r, first);
+            if let Some(turn) = turn {
+                turn.rotate(v, first);
+            }
+            if let Some(x) = &tokens.rest {
+                x.widen(v, r, rest);
+            }
+        }
+    }
+}
+
+/// `out = tokens / scale`, rounded; `out` is `[nnz, heads, dim]` or `[nnz, dim]`, of any float type but fp4.
+pub(crate) fn quantize(
+    cpu: &Cpu,
+    op: &'static str,
+    arg: &'static str,
+    tokens: Tokens<'_>,
+    scale: f32,
+    out: TensorMut<'_>,
+) -> Result<()> {
+    let (nnz, heads) = (out.shape()[0], tokens.heads);
+    with_float8!(op, arg, out.dtype(), D => {
+        let ranges = token_parts(nnz, parts_for(cpu, nnz * heads * tokens.row_len()));
+        let out = RowsMut::<D>::new(op, arg, out)?.cut(ranges.iter().map(|t| t.len() * heads));
+        cpu.pool().scatter(ranges.into_iter().zip(out).collect(), |(range, mut out)| {
+            let mut reader = tokens.reader();
+            for token in range {
+                cpu.run(Quantize { x: reader.read(cpu, token), token, heads, scale, out: &mut out });
+            }
+        });
+        Ok(())
     })
 }
 
-struct QuantizeRows<'a, S, D> {
-    x: Rows<'a, S>,
+struct Quantize<'r, 'a, D> {
+    /// Rows of `token`, one after another.
+    x: &'r [f32],
+    token: usize,
     heads: usize,
-    turn: Option<(&'a Angles<'a>, &'a [i64])>,
     scale: f32,
-    out: RowsMut<'a, D>,
+    out: &'r mut RowsMut<'a, D>,
 }
 
-impl<S: Lane, D: Lane> Kernel for QuantizeRows<'_, S, D> {
+impl<D: Lane> Kernel for Quantize<'_, '_, D> {
     type Out = ();
     #[inline(always)]
-    fn run<V: Vector>(mut self, v: V) {
-        let Some((angles, positions)) = self.turn else {
-            for r in self.out.range() {
-                divide(v, self.x.row(r), self.scale, self.out.row(r));
-            }
-            return;
-        };
-        let mut row = vec![0f32; self.x.row_len()];
-        let mut turn = Turn::new(angles);
-        let mut token = usize::MAX;
-        for r in self.out.range() {
-            if r / self.heads != token {
-                token = r / self.heads;
-                turn.to(angles, positions[token]);
-            }
-            widen(v, self.x.row(r), &mut row);
-            turn.rotate(v, &mut row);
-            divide(v, &row, self.scale, self.out.row(r));
+    fn run<V: Vector>(self, v: V) {
+        let len = self.out.row_len();
+        for head in 0..self.heads {
+            let out = self.out.row(self.token * self.heads + head);
+            divide(v, &self.x[head * len..][..len], self.scale, out);
         }
+    }
+}
+
+/// `out = x / scale`, rounded to the type of `out`.
+#[inline(always)]
+pub(super) fn divide<V: Vector, D: Lane>(v: V, x: &[f32], scale: f32, out: &mut [D]) {
+    assert_eq!(x.len(), out.len());
+    let full = x.len() / V::LANES * V::LANES;
+    let mut i = 0;
+    while i < full {
+        D::store(v, v.div(v.load(&x[i..]), v.splat(scale)), &mut out[i..]);
+        i += V::LANES;
+    }
+    for i in full..x.len() {
+        out[i] = D::from_f32(x[i] / scale);
     }
 }
 

@@ -5,6 +5,7 @@
 use super::rope::integers;
 use crate::cpu;
 use crate::cpu::page::{Move, Target};
+use crate::cpu::rope::Tokens;
 use crate::error::{Error, Result};
 use crate::exec::Exec;
 use crate::kv::{PageTable, PagedKvMut, PagedMlaMut, Ragged};
@@ -112,8 +113,8 @@ pub fn append_paged_kv(
     let [to_k, to_v] = targets(cache);
     match exec {
         Exec::Cpu(cpu) => {
-            cpu::page::append(cpu, OP, "k", k, &moves, to_k)?;
-            cpu::page::append(cpu, OP, "v", v, &moves, to_v)
+            cpu::page::append(cpu, OP, Tokens::plain(OP, "k", k)?, &moves, to_k)?;
+            cpu::page::append(cpu, OP, Tokens::plain(OP, "v", v)?, &moves, to_v)
         }
     }
 }
@@ -142,8 +143,8 @@ pub fn append_paged_mla(
     let [to_ckv, to_kpe] = mla_targets(cache);
     match exec {
         Exec::Cpu(cpu) => {
-            cpu::page::append(cpu, OP, "ckv", ckv, &moves, to_ckv)?;
-            cpu::page::append(cpu, OP, "kpe", kpe, &moves, to_kpe)
+            cpu::page::append(cpu, OP, Tokens::plain(OP, "ckv", ckv)?, &moves, to_ckv)?;
+            cpu::page::append(cpu, OP, Tokens::plain(OP, "kpe", kpe)?, &moves, to_kpe)
         }
     }
 }

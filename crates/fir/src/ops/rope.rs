@@ -5,8 +5,7 @@
 
 use super::page::{Slots, bind_cache, bind_mla, check_last_axis, check_rows, mla_targets, targets};
 use crate::cpu;
-use crate::cpu::page::Rotated;
-use crate::cpu::rope::Quantize;
+use crate::cpu::rope::Tokens;
 use crate::error::{Error, Result};
 use crate::exec::{Cpu, Exec};
 use crate::kv::{PagedKvMut, PagedMlaMut, Ragged};
@@ -142,7 +141,7 @@ pub struct Roped<'a> {
 pub struct RopedKv<'a> {
     /// `[nnz, kv_heads, rope_dim]`, f32, f16 or bf16: rotated, the first elements of a key.
     pub rope: TensorRef<'a>,
-    /// `[nnz, kv_heads, nope_dim]`, as `rope`: not rotated, the elements after.
+    /// `[nnz, kv_heads, nope_dim]`, f32, f16 or bf16: not rotated, the elements after.
     pub nope: Option<TensorRef<'a>>,
     /// `[nnz, kv_heads, head_dim_vo]`
     pub v: TensorRef<'a>,
@@ -218,10 +217,6 @@ pub fn rope_quantize_append_paged_kv<'a>(
     if let Some(nope) = &nope {
         dims.bind("kv.nope", nope, &["nnz", "kv_heads", "nope_dim"])?;
         check_rows(OP, "kv.nope", nope)?;
-        if nope.dtype() != rope.dtype() {
-            let want = format!("{} as `kv.rope`", rope.dtype());
-            return Err(Error::DType { op: OP, arg: "kv.nope", got: nope.dtype().name(), want });
-        }
     }
     let head_dim = dims.get("rope_dim").saturating_add(dims.get("nope_dim"));
     dims.axis("kv.rope and kv.nope", "head_dim_qk", head_dim)?;
@@ -233,9 +228,13 @@ pub fn rope_quantize_append_paged_kv<'a>(
     match exec {
         Exec::Cpu(cpu) => {
             quantize(cpu, OP, q, &Q, &positions, &angles)?;
-            let rotated = Rotated { rope, nope, positions: &positions, angles: &angles };
-            cpu::page::append_rotated(cpu, OP, rotated, &moves, to_k)?;
-            cpu::page::append(cpu, OP, "kv.v", v, &moves, to_v)
+            let k = Tokens::plain(OP, "kv.rope", rope)?.rotated(&angles, &positions);
+            let k = match nope {
+                Some(nope) => k.followed_by(OP, "kv.nope", nope)?,
+                None => k,
+            };
+            cpu::page::append(cpu, OP, k, &moves, to_k)?;
+            cpu::page::append(cpu, OP, Tokens::plain(OP, "kv.v", v)?, &moves, to_v)
         }
     }
 }
@@ -268,9 +267,9 @@ pub fn rope_quantize_append_paged_mla<'a>(
     match exec {
         Exec::Cpu(cpu) => {
             quantize(cpu, OP, q, &Q, &positions, &angles)?;
-            let rotated = Rotated { rope: kpe, nope: None, positions: &positions, angles: &angles };
-            cpu::page::append_rotated(cpu, OP, rotated, &moves, to_kpe)?;
-            cpu::page::append(cpu, OP, "kv.ckv", ckv, &moves, to_ckv)
+            let kpe = Tokens::plain(OP, "kv.kpe", kpe)?.rotated(&angles, &positions);
+            cpu::page::append(cpu, OP, kpe, &moves, to_kpe)?;
+            cpu::page::append(cpu, OP, Tokens::plain(OP, "kv.ckv", ckv)?, &moves, to_ckv)
         }
     }
 }
@@ -333,12 +332,14 @@ fn quantize(
     angles: &cpu::rope::Angles<'_>,
 ) -> Result<()> {
     let Roped { rope, rope_out, nope, scale } = x;
-    let turn = Some((angles, positions));
-    cpu::rope::quantize(cpu, op, Quantize { args: names.rope, x: rope, turn, scale, out: rope_out })?;
-    match nope {
-        Some((x, out)) => cpu::rope::quantize(cpu, op, Quantize { args: names.nope, x, turn: None, scale, out }),
-        None => Ok(()),
+    let [arg, arg_out] = names.rope;
+    let rotated = Tokens::plain(op, arg, rope)?.rotated(angles, positions);
+    cpu::rope::quantize(cpu, op, arg_out, rotated, scale, rope_out)?;
+    if let Some((x, out)) = nope {
+        let [arg, arg_out] = names.nope;
+        cpu::rope::quantize(cpu, op, arg_out, Tokens::plain(op, arg, x)?, scale, out)?;
     }
+    Ok(())
 }
 
 /// How many elements of a head rotate.

@@ -496,8 +496,10 @@ fn fused_arguments_are_all_checked_before_anything_is_written() {
     assert!(run(&k, None, &v, [0, 1], rope, fp8, f32::NAN).contains("`q.scale` is NaN"));
     assert!(run(&k, None, &v, [0, 1], rope, fp8, 0.0).contains("`q.scale` is 0"));
     assert!(run(&k, Some(&v), &v, [0, 1], rope, fp8, 1.0).contains("head_dim_qk=8"));
-    let f32_nope = ones(DType::F32, &[2, 1, 4]);
-    assert!(run(&k, Some(&f32_nope), &v, [0, 1], rope, fp8, 1.0).contains("`kv.nope` is f32"));
+    assert!(
+        run(&k, Some(&ids(&[1, 1]).reshaped(&[2, 1, 1]).unwrap()), &v, [0, 1], rope, fp8, 1.0)
+            .contains("`kv.nope` is i64")
+    );
     assert!(run(&k, None, &k, [0, 1], rope, fp8, 1.0).contains("head_dim_vo=4"));
     assert!(run(&ones(DType::F16, &[2, 1, 6]), None, &v, [0, 1], rope, fp8, 1.0).contains("rope_dim=6"));
     assert!(run(&ones(DType::F16, &[3, 1, 8]), None, &v, [0, 1], rope, fp8, 1.0).contains("nnz=3"));
