@@ -80,7 +80,8 @@ pub(super) fn three_axes(op: &'static str, arg: &'static str, layout: &Layout) -
     if strides3[2] != 1 && shape3[2] > 1 {
         return Err(Error::layout(op, arg, format!("stride {} of the last axis", strides3[2]), "1"));
     }
-    Ok((shape3, [strides3[0], strides3[1]]))
+    // An empty tensor has no memory, whatever its strides say.
+    Ok((shape3, if layout.is_empty() { [0, 0] } else { [strides3[0], strides3[1]] }))
 }
 
 /// Rows of a borrowed tensor of rank 1 to 3; row `r` of `[a, b, row]` is `(r / b, r % b)`.

@@ -89,6 +89,13 @@ fn check_range(layout: &Layout, axis: usize, range: &Range<usize>) -> Result<()>
     Ok(())
 }
 
+/// Byte at which entry `index` of `axis` starts. It lies past the memory only where nothing is left to read (strides
+/// of an empty tensor may be anything): then 0, which is aligned for every element type.
+fn start_of(layout: &Layout, axis: usize, index: usize, dtype: DType, bytes: usize) -> usize {
+    let start = index.checked_mul(layout.strides()[axis]).and_then(|n| n.checked_mul(dtype.size()));
+    start.filter(|&n| n <= bytes).unwrap_or(0)
+}
+
 impl Tensor {
     /// Zeros.
     pub fn zeros(dtype: DType, shape: &[usize]) -> Result<Self> {
@@ -245,9 +252,9 @@ impl<'a> TensorRef<'a> {
     /// The entries `range` of `axis`.
     pub fn slice(self, axis: usize, range: Range<usize>) -> Result<Self> {
         check_range(&self.layout, axis, &range)?;
-        let start = range.start * self.layout.strides()[axis] * self.dtype.size();
+        let start = start_of(&self.layout, axis, range.start, self.dtype, self.bytes.len());
         let layout = self.layout.narrow(axis, range.len());
-        Ok(Self { bytes: self.bytes.get(start..).unwrap_or(&[]), layout, ..self })
+        Ok(Self { bytes: &self.bytes[start..], layout, ..self })
     }
 
     /// Entry `index` of `axis`, which disappears.
@@ -369,9 +376,9 @@ impl<'a> TensorMut<'a> {
     /// The entries `range` of `axis`.
     pub fn slice(self, axis: usize, range: Range<usize>) -> Result<Self> {
         check_range(&self.layout, axis, &range)?;
-        let start = range.start * self.layout.strides()[axis] * self.dtype.size();
+        let start = start_of(&self.layout, axis, range.start, self.dtype, self.bytes.len());
         let layout = self.layout.narrow(axis, range.len());
-        Ok(Self { bytes: self.bytes.get_mut(start..).unwrap_or(&mut []), layout, dtype: self.dtype })
+        Ok(Self { bytes: &mut self.bytes[start..], layout, dtype: self.dtype })
     }
 
     /// Exchanges two axes.
@@ -479,6 +486,15 @@ mod tests {
         assert!(t.slice(1, 2..4).is_err());
         assert!(t.select(0, 2).is_err());
         assert_eq!(t.slice(0, 2..2).unwrap().to_f32_vec().unwrap(), []);
+    }
+
+    #[test]
+    fn empty_slices_are_aligned_wherever_they_start() {
+        let data = [0f32; 5];
+        let t = TensorRef::strided(&data, &[2, 1], &[4, 9]).unwrap();
+        assert_eq!(t.slice(0, 2..2).unwrap().to_f32_vec().unwrap(), []);
+        let t = TensorRef::strided(&data, &[0, 3], &[1, usize::MAX]).unwrap();
+        assert_eq!(t.slice(1, 2..3).unwrap().to_f32_vec().unwrap(), []);
     }
 
     #[test]

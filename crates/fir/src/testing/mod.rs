@@ -1,7 +1,8 @@
-//! Generators and comparers, for the tests of this crate and of those built on it (feature `testing`).
+#![doc = include_str!("../../docs/testing.md")]
 
 mod compare;
 mod generate;
+pub mod hostile;
 
 pub use self::{
     compare::{Compare, compare},

@@ -1,4 +1,8 @@
 //! One binary for all integration tests: a file per operator, every implementation against the reference.
 
+mod hostile;
+mod layers;
+mod matrix;
 mod norm;
+mod sources;
 mod support;
