@@ -8,6 +8,8 @@ mod nightly;
 mod step;
 mod test;
 
+use std::process::ExitCode;
+
 use clap::Parser;
 
 /// Developer commands of the fir workspace.
@@ -40,9 +42,19 @@ enum Command {
     Lines,
 }
 
-fn main() -> anyhow::Result<()> {
+fn main() -> ExitCode {
+    match run(Command::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(e) => {
+            println!("error: {e:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(command: Command) -> anyhow::Result<()> {
     std::env::set_current_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))?;
-    match Command::parse() {
+    match command {
         Command::Test => test::run(),
         Command::Deny => deny::run(),
         Command::Bench { op, update } => bench::run(op.as_deref(), update),

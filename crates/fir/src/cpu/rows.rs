@@ -80,8 +80,7 @@ pub(super) fn three_axes(op: &'static str, arg: &'static str, layout: &Layout) -
     if strides3[2] != 1 && shape3[2] > 1 {
         return Err(Error::layout(op, arg, format!("stride {} of the last axis", strides3[2]), "1"));
     }
-    // An empty tensor has no memory, whatever its strides say.
-    Ok((shape3, if layout.is_empty() { [0, 0] } else { [strides3[0], strides3[1]] }))
+    Ok((shape3, [strides3[0], strides3[1]]))
 }
 
 /// Rows of a borrowed tensor of rank 1 to 3; row `r` of `[a, b, row]` is `(r / b, r % b)`.
@@ -110,6 +109,9 @@ impl<'a, T: Element> Rows<'a, T> {
     #[inline(always)]
     pub(crate) fn row(&self, r: usize) -> &'a [T] {
         assert!(r < self.len, "row {r} of {}", self.len);
+        if self.row == 0 {
+            return &[];
+        }
         let at = r / self.inner * self.strides[0] + r % self.inner * self.strides[1];
         &self.data[at..][..self.row]
     }
@@ -117,6 +119,10 @@ impl<'a, T: Element> Rows<'a, T> {
 
 /// Calls `work` on parts of `out`, in parallel when all of it is more than a core does in a few microseconds.
 pub(crate) fn for_parts<'a, T: Element>(cpu: &Cpu, out: RowsMut<'a, T>, work: impl Fn(RowsMut<'a, T>) + Sync) {
+    // Rows without elements cost no memory, so there may be 2^64 of them.
+    if out.row_len() == 0 {
+        return;
+    }
     let parts = parts_for(cpu, out.range().len() * out.row_len());
     cpu.pool().scatter(out.split(parts), work);
 }
