@@ -25,9 +25,9 @@
 //! | [`norm`] | the operators |
 //! | [`exec`] | where they run: [`Exec`], CPU levels |
 //! | [`tensor`] | element types, shapes and strides, owned and borrowed tensors |
-//! | [`reference`] | every operator in plain f64 loops: the definition of right |
+//! | [`mod@reference`] | every operator in plain f64 loops: the definition of right |
 //! | [`error`] | the one [`Error`] |
-//! | [`env`] | every environment variable |
+//! | [`mod@env`] | every environment variable |
 //! | `testing` | generators, the comparer, hostile arguments |
 //!
 //! Nouns are at the root ([`Tensor`], [`Exec`], [`Error`]), verbs in their modules ([`norm::rms_norm`]).

@@ -31,8 +31,8 @@ fn steps() -> Result<Vec<(String, Action)>> {
     let mut steps = vec![
         ("format", Run(cargo("fmt --all --check"))),
         ("lints", Run(cargo("clippy --workspace --all-targets --all-features -- -D warnings"))),
-        ("no features", Run(cargo("check --quiet -p fir-infer --no-default-features"))),
-        ("default features", Run(cargo("check --quiet -p fir-infer"))),
+        ("no features", Run(cargo("clippy -p fir-infer --no-default-features -- -D warnings"))),
+        ("default features", Run(cargo("clippy -p fir-infer -- -D warnings"))),
         ("docs", Run(docs)),
         ("tests", Count(cargo("test --workspace --all-features --no-fail-fast"))),
         ("benches, checked but not timed", Count(cargo("test --quiet -p fir-infer --all-features --bench ops"))),

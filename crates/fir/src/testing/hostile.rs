@@ -5,7 +5,7 @@
 //! `usize::MAX`. The operator may accept or refuse; it must not panic, nor read or write outside its tensors. Memory
 //! ends where a tensor ends, so that the address sanitizer sees the first byte past it.
 //!
-//! A new operator adds a function like [`rms_norm`] and its line in [`TARGETS`].
+//! A new operator adds a function like `rms_norm` and its line in [`TARGETS`].
 
 use std::sync::OnceLock;
 
@@ -60,11 +60,11 @@ impl Bytes<'_> {
         match self.byte() {
             b @ 0..=239 => usize::from(b) % 80 + 1,
             240..=249 => 0,
-            250 => 1 << 16,
+            250 => 18_000,
             251 => 1 << 40,
             252 => usize::MAX / 8,
             253 => usize::MAX,
-            _ => self.below(256) << 8 | self.below(256),
+            _ => self.below(256) * self.below(64),
         }
     }
 
@@ -122,8 +122,8 @@ impl Bytes<'_> {
                 _ => missing = 1 + self.below(16),
             }
         }
-        // No more memory than a case is worth: a layout that wants more is refused, as it should be.
-        let extent = Layout::strided("hostile", "shape", &shape, &strides).map_or(0, |l| l.extent()).min(1 << 16);
+        // Enough for operators to run in parallel (from 16k elements on); a layout that wants more is refused.
+        let extent = Layout::strided("hostile", "shape", &shape, &strides).map_or(0, |l| l.extent()).min(20_000);
         let bytes = extent.saturating_sub(missing) * dtype.size();
         let seed = u64::from(self.byte());
         let words: Vec<u64> = (0..bytes.div_ceil(8) as u64).map(|i| pattern(seed, i)).collect();
