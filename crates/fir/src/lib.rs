@@ -45,7 +45,9 @@ mod cpu;
 pub mod env;
 pub mod error;
 pub mod exec;
+pub mod kv;
 mod ops;
+pub mod plan;
 pub mod reference;
 pub mod tensor;
 #[cfg(any(test, feature = "testing"))]
@@ -55,5 +57,6 @@ pub use crate::ops::norm;
 pub use crate::{
     error::{Error, Result},
     exec::Exec,
+    kv::{PageTable, PagedKv, Ragged},
     tensor::{DType, Tensor, TensorMut, TensorRef},
 };

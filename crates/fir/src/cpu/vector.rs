@@ -48,11 +48,19 @@ pub(crate) trait Vector: Copy + Send + Sync + 'static {
     /// `if a < b { a } else { b }`: `b` when either is NaN.
     fn min(self, a: Self::F, b: Self::F) -> Self::F;
     fn abs(self, a: Self::F) -> Self::F;
+    /// `|a|` with the sign of `sign`, zeros and NaN included.
+    fn copysign(self, a: Self::F, sign: Self::F) -> Self::F;
     fn sqrt(self, a: Self::F) -> Self::F;
     /// Nearest integer, ties to even.
     fn round(self, a: Self::F) -> Self::F;
     /// `2^n` for integral `n` in `-126..=127`; anything for other inputs.
     fn pow2(self, n: Self::F) -> Self::F;
+    /// `(n, f)` with `x = n + f`, `n` integral and `|f| <= 1/2`: the exponent and the fraction of `2^x`. Past -127 and
+    /// 128, where [`Self::scale`] gives 0 and infinity, `n` may stay there and `f` is 0. NaN for NaN.
+    fn split(self, x: Self::F) -> (Self::F, Self::F);
+    /// `p * 2^n` for `p` in `[0.7, 1.42]` and an `n` that [`Self::split`] gave. Results below `2^-126` are off by at
+    /// most `2^-127`, and exactly 0 for `p = 1`, `n = -127`.
+    fn scale(self, p: Self::F, n: Self::F) -> Self::F;
     /// `a < b`, false when either is NaN.
     fn lt(self, a: Self::F, b: Self::F) -> Self::M;
     /// `if m { a } else { b }`.

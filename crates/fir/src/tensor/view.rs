@@ -272,6 +272,14 @@ impl<'a> TensorRef<'a> {
         Ok(Self { layout: self.layout.transpose(a, b), ..self })
     }
 
+    /// With a new first axis of size 1.
+    pub fn unsqueeze(self) -> Result<Self> {
+        let (mut shape, mut strides) = (vec![1], vec![0]);
+        shape.extend_from_slice(self.shape());
+        strides.extend_from_slice(self.strides());
+        Ok(Self { layout: Layout::strided("TensorRef::unsqueeze", "self", &shape, &strides)?, ..self })
+    }
+
     /// The same elements under another shape; only for contiguous tensors.
     pub fn reshape(self, shape: &[usize]) -> Result<Self> {
         let layout = Layout::contiguous("TensorRef::reshape", "shape", shape)?;

@@ -100,6 +100,10 @@ impl Vector for Portable {
         a.map(f32::abs)
     }
     #[inline(always)]
+    fn copysign(self, a: F, sign: F) -> F {
+        map2(a, sign, f32::copysign)
+    }
+    #[inline(always)]
     fn sqrt(self, a: F) -> F {
         a.map(f32::sqrt)
     }
@@ -113,6 +117,17 @@ impl Vector for Portable {
     #[inline(always)]
     fn pow2(self, n: F) -> F {
         n.map(|n| f32::from_bits(((n as i32).wrapping_add(127) as u32) << 23))
+    }
+    #[inline(always)]
+    fn split(self, x: F) -> (F, F) {
+        let c = self.max([-127.0; 8], self.min([128.0; 8], x));
+        let n = self.round(c);
+        (n, self.sub(c, n))
+    }
+    #[inline(always)]
+    fn scale(self, p: F, n: F) -> F {
+        // Adds to the exponent: from -127 to 128 with p = 1 that gives the bits of 0 and of infinity.
+        std::array::from_fn(|i| f32::from_bits(p[i].to_bits().wrapping_add((n[i] as i32 as u32) << 23)))
     }
     #[inline(always)]
     fn lt(self, a: F, b: F) -> [bool; 8] {

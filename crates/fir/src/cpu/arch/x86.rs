@@ -185,6 +185,13 @@ impl Vector for Avx2 {
         with!(self, _mm256_andnot_ps(_mm256_set1_ps(-0.0), a))
     }
     #[inline(always)]
+    fn copysign(self, a: __m256, sign: __m256) -> __m256 {
+        with!(self, {
+            let bit = _mm256_set1_ps(-0.0);
+            _mm256_or_ps(_mm256_andnot_ps(bit, a), _mm256_and_ps(bit, sign))
+        })
+    }
+    #[inline(always)]
     fn sqrt(self, a: __m256) -> __m256 {
         with!(self, _mm256_sqrt_ps(a))
     }
@@ -197,6 +204,20 @@ impl Vector for Avx2 {
         with!(self, {
             let e = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
             _mm256_castsi256_ps(_mm256_slli_epi32::<23>(e))
+        })
+    }
+    #[inline(always)]
+    fn split(self, x: __m256) -> (__m256, __m256) {
+        let c = self.max(self.splat(-127.0), self.min(self.splat(128.0), x));
+        let n = self.round(c);
+        (n, self.sub(c, n))
+    }
+    #[inline(always)]
+    fn scale(self, p: __m256, n: __m256) -> __m256 {
+        // Adds to the exponent: from -127 to 128 with p = 1 that gives the bits of 0 and of infinity.
+        with!(self, {
+            let e = _mm256_slli_epi32::<23>(_mm256_cvtps_epi32(n));
+            _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), e))
         })
     }
     #[inline(always)]
@@ -346,6 +367,14 @@ impl Vector for Avx512 {
         with!(self, _mm512_abs_ps(a))
     }
     #[inline(always)]
+    fn copysign(self, a: __m512, sign: __m512) -> __m512 {
+        // 0xd8: the sign bit from `sign`, the others from `a`.
+        with!(self, {
+            let (a, sign, bit) = (_mm512_castps_si512(a), _mm512_castps_si512(sign), _mm512_set1_epi32(i32::MIN));
+            _mm512_castsi512_ps(_mm512_ternarylogic_epi32::<0xd8>(a, sign, bit))
+        })
+    }
+    #[inline(always)]
     fn sqrt(self, a: __m512) -> __m512 {
         with!(self, _mm512_sqrt_ps(a))
     }
@@ -359,6 +388,16 @@ impl Vector for Avx512 {
             let e = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
             _mm512_castsi512_ps(_mm512_slli_epi32::<23>(e))
         })
+    }
+    #[inline(always)]
+    fn split(self, x: __m512) -> (__m512, __m512) {
+        // The fraction of an infinity is 0, and `scale` takes any exponent, so nothing need be clamped.
+        let f = with!(self, _mm512_reduce_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x));
+        (self.sub(x, f), f)
+    }
+    #[inline(always)]
+    fn scale(self, p: __m512, n: __m512) -> __m512 {
+        with!(self, _mm512_scalef_ps(p, n))
     }
     #[inline(always)]
     fn lt(self, a: __m512, b: __m512) -> __mmask16 {

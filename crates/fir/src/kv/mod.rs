@@ -1,0 +1,42 @@
+//! The KV cache: one format for all of it.
+//!
+//! Dense, ragged, paged, radix-tree and block-sparse KV are rows of block indices over a pool of blocks. A
+//! [`PageTable`] holds the indices (CSR) and is validated once, where it is made; a [`PagedKv`] is the pool; a
+//! [`RaggedKv`] is KV that lies one request after another. [`Kv`] is either, as the operators take it.
+
+mod page_table;
+mod paged;
+mod ragged;
+
+pub use self::{
+    page_table::PageTable,
+    paged::{KvLayout, KvPool, PagedKv, PagedKvMut, PagedMla, PagedMlaMut},
+    ragged::{Ragged, RaggedKv},
+};
+
+/// Keys and values of a batch of requests.
+#[derive(Clone, Copy, Debug)]
+pub enum Kv<'a> {
+    /// Pages named by a table.
+    Paged(PagedKv<'a>, &'a PageTable<'a>),
+    /// One request after another.
+    Ragged(RaggedKv<'a>),
+}
+
+impl<'a> Kv<'a> {
+    /// The memory, however it is indexed.
+    pub fn pool(&self) -> &KvPool<'a> {
+        match self {
+            Self::Paged(kv, _) => kv.pool(),
+            Self::Ragged(kv) => kv.pool(),
+        }
+    }
+
+    /// Tokens of each request.
+    pub fn lens(&self) -> &[u32] {
+        match self {
+            Self::Paged(_, table) => table.lens(),
+            Self::Ragged(kv) => kv.indptr().lens(),
+        }
+    }
+}

@@ -1,0 +1,207 @@
+//! [`PageTable`]: which pages hold which request, in CSR form.
+
+use std::borrow::Cow;
+
+use crate::error::{Error, Result};
+
+/// Pages of a batch of requests: request `r` holds `lens[r]` tokens in pages
+/// `indices[indptr[r]..indptr[r + 1]]`, in order.
+///
+/// Made only by [`PageTable::new`] and [`PageTable::with_lens`], which check every page id in a used slot against
+/// the pool's size. Slots past a request's last token may hold anything: nobody reads them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PageTable<'a> {
+    indptr: Cow<'a, [i32]>,
+    indices: Cow<'a, [i32]>,
+    lens: Vec<u32>,
+    page_size: usize,
+    num_pages: usize,
+}
+
+const OP: &str = "PageTable";
+
+impl<'a> PageTable<'a> {
+    /// From the number of tokens in each request's last page, which is `1..=page_size` (0 is taken as an empty page).
+    ///
+    /// * `indptr`: `[batch + 1]`, from 0, not decreasing
+    /// * `indices`: at least `indptr[batch]` page ids
+    /// * `last_page_len`: `[batch]`; ignored for a request without pages
+    pub fn new(
+        page_size: usize,
+        num_pages: usize,
+        indptr: impl Into<Cow<'a, [i32]>>,
+        indices: impl Into<Cow<'a, [i32]>>,
+        last_page_len: &[i32],
+    ) -> Result<Self> {
+        let (indptr, indices) = (indptr.into(), indices.into());
+        check_indptr(&indptr, indices.len(), page_size)?;
+        check_batch("last_page_len", last_page_len.len(), &indptr)?;
+        let mut lens = Vec::with_capacity(last_page_len.len());
+        for (r, (pages, &last)) in indptr.windows(2).zip(last_page_len).enumerate() {
+            let n = (pages[1] - pages[0]) as usize;
+            let len = if n == 0 {
+                Some(0)
+            } else if last < 0 || last as usize > page_size {
+                return Err(Error::value(
+                    OP,
+                    "last_page_len",
+                    format!("{last} at request {r}"),
+                    format!("0 to page_size={page_size}"),
+                ));
+            } else {
+                (n - 1).checked_mul(page_size).and_then(|t| t.checked_add(last as usize))
+            };
+            lens.push(checked_len(len, r)?);
+        }
+        Self::checked(page_size, num_pages, indptr, indices, lens)
+    }
+
+    /// From each request's number of tokens, at most what its pages hold.
+    pub fn with_lens(
+        page_size: usize,
+        num_pages: usize,
+        indptr: impl Into<Cow<'a, [i32]>>,
+        indices: impl Into<Cow<'a, [i32]>>,
+        lens: &[i32],
+    ) -> Result<Self> {
+        let (indptr, indices) = (indptr.into(), indices.into());
+        check_indptr(&indptr, indices.len(), page_size)?;
+        check_batch("lens", lens.len(), &indptr)?;
+        let mut checked = Vec::with_capacity(lens.len());
+        for (r, (pages, &len)) in indptr.windows(2).zip(lens).enumerate() {
+            let held = ((pages[1] - pages[0]) as usize).saturating_mul(page_size);
+            if len < 0 || len as usize > held {
+                return Err(Error::value(
+                    OP,
+                    "lens",
+                    format!("{len} at request {r}"),
+                    format!("0 to {held}, what its {} pages of {page_size} hold", pages[1] - pages[0]),
+                ));
+            }
+            checked.push(len as u32);
+        }
+        Self::checked(page_size, num_pages, indptr, indices, checked)
+    }
+
+    fn checked(
+        page_size: usize,
+        num_pages: usize,
+        indptr: Cow<'a, [i32]>,
+        indices: Cow<'a, [i32]>,
+        lens: Vec<u32>,
+    ) -> Result<Self> {
+        for (r, &len) in lens.iter().enumerate() {
+            let first = indptr[r] as usize;
+            for (at, &page) in indices[first..][..(len as usize).div_ceil(page_size)].iter().enumerate() {
+                if page < 0 || page as usize >= num_pages {
+                    return Err(Error::value(
+                        OP,
+                        "indices",
+                        format!("{page} at slot {} (page {at} of request {r})", first + at),
+                        format!("a page id from 0 to {}, as the pool has {num_pages} pages", num_pages as i64 - 1),
+                    ));
+                }
+            }
+        }
+        Ok(Self { indptr, indices, lens, page_size, num_pages })
+    }
+
+    /// Number of requests.
+    pub fn batch(&self) -> usize {
+        self.lens.len()
+    }
+
+    /// Tokens per page.
+    pub fn page_size(&self) -> usize {
+        self.page_size
+    }
+
+    /// Pages of the pool that the ids were checked against.
+    pub fn num_pages(&self) -> usize {
+        self.num_pages
+    }
+
+    /// Tokens of each request.
+    pub fn lens(&self) -> &[u32] {
+        &self.lens
+    }
+
+    /// Offsets of the requests' slots.
+    pub fn indptr(&self) -> &[i32] {
+        &self.indptr
+    }
+
+    /// Page ids of request `r` that hold tokens.
+    pub fn pages(&self, r: usize) -> &[i32] {
+        &self.indices[self.indptr[r] as usize..][..(self.lens[r] as usize).div_ceil(self.page_size)]
+    }
+
+    /// Page and slot of token `pos` of request `r`; `None` past its end.
+    pub fn locate(&self, r: usize, pos: usize) -> Option<(usize, usize)> {
+        if pos >= *self.lens.get(r)? as usize {
+            return None;
+        }
+        Some((self.indices[self.indptr[r] as usize + pos / self.page_size] as usize, pos % self.page_size))
+    }
+}
+
+fn check_batch(arg: &'static str, got: usize, indptr: &[i32]) -> Result<()> {
+    if got + 1 != indptr.len() {
+        return Err(Error::Dim { op: OP, arg, axis: "batch", got, first: "indptr", want: indptr.len() - 1 });
+    }
+    Ok(())
+}
+
+fn checked_len(len: Option<usize>, r: usize) -> Result<u32> {
+    len.filter(|&l| l <= i32::MAX as usize)
+        .map(|l| l as u32)
+        .ok_or_else(|| Error::value(OP, "indptr", format!("over 2^31 tokens at request {r}"), "at most 2^31 - 1"))
+}
+
+fn check_indptr(indptr: &[i32], indices: usize, page_size: usize) -> Result<()> {
+    if page_size == 0 || page_size > i32::MAX as usize {
+        return Err(Error::value(OP, "page_size", page_size, "1 to 2^31 - 1"));
+    }
+    super::ragged::check_indptr(OP, "indptr", indptr)?;
+    let last = indptr[indptr.len() - 1] as usize;
+    if last > indices {
+        return Err(Error::value(OP, "indptr", format!("{last} at its end"), format!("at most the {indices} indices")));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn used_slots_are_checked_and_unused_ones_are_not() {
+        let t = PageTable::new(4, 3, &[0, 2, 2, 3][..], &[2, 0, 1, i32::MIN, 77][..], &[3, 9, 4]).unwrap();
+        assert_eq!(t.lens(), [7, 0, 4]);
+        assert_eq!(t.pages(0), [2, 0]);
+        assert_eq!(t.locate(0, 6), Some((0, 2)));
+        assert_eq!((t.locate(0, 7), t.locate(1, 0), t.locate(9, 0)), (None, None, None));
+        let hostile = PageTable::with_lens(4, 3, &[0, 3][..], &[1, -5, 99][..], &[4]).unwrap();
+        assert_eq!(hostile.pages(0), [1]);
+    }
+
+    #[test]
+    fn bad_tables_say_what_and_where() {
+        let msg = |t: Result<PageTable<'_>>| t.unwrap_err().to_string();
+        let new = |p, n, ptr: &'static [i32], ids: &'static [i32], last: &[i32]| PageTable::new(p, n, ptr, ids, last);
+        assert_eq!(
+            msg(new(4, 3, &[0, 2], &[0, 3], &[1])),
+            "PageTable: `indices` is 3 at slot 1 (page 1 of request 0), expected a page id from 0 to 2, as the pool has 3 pages"
+        );
+        assert!(msg(new(4, 3, &[0, 2, 1], &[0, 0], &[1, 1])).contains("decreas"));
+        assert!(msg(new(4, 3, &[1, 2], &[0, 0], &[1])).contains("indptr"));
+        assert!(msg(new(4, 3, &[], &[], &[])).contains("indptr"));
+        assert!(msg(new(0, 3, &[0, 1], &[0], &[1])).contains("page_size"));
+        assert!(msg(new(4, 3, &[0, 1], &[0], &[5])).contains("last_page_len"));
+        assert!(msg(new(4, 3, &[0, 1], &[0], &[-1])).contains("last_page_len"));
+        assert!(msg(new(4, 3, &[0, 1], &[0], &[])).contains("batch=0"));
+        assert!(msg(new(4, 3, &[0, 5], &[0], &[1])).contains("at most the 1 indices"));
+        assert!(msg(PageTable::with_lens(4, 3, &[0, 1][..], &[0][..], &[5])).contains("0 to 4"));
+        assert!(new(i32::MAX as usize, 3, &[0, 3], &[0, 0, 0], &[1]).is_err());
+    }
+}
