@@ -24,6 +24,8 @@
 //! |---|---|
 //! | [`norm`] | the operators |
 //! | [`exec`] | where they run: [`Exec`], CPU levels |
+//! | [`kv`] | page tables, pools of pages, ragged offsets |
+//! | [`plan`] | schedules: which worker does what |
 //! | [`tensor`] | element types, shapes and strides, owned and borrowed tensors |
 //! | [`mod@reference`] | every operator in plain f64 loops: the definition of right |
 //! | [`error`] | the one [`Error`] |

@@ -11,13 +11,20 @@ use std::sync::OnceLock;
 
 use crate::error::Result;
 use crate::exec::{Exec, Level};
+use crate::kv::{KvLayout, PageTable, PagedKv, Ragged, RaggedKv};
 use crate::ops::norm;
 use crate::tensor::{DType, Layout, TensorMut, TensorRef};
 
 type Target = fn(&Exec, &mut Bytes<'_>) -> Result<()>;
 
 /// Everything that is called, by name.
-pub const TARGETS: &[(&str, Target)] = &[("tensor", tensor), ("norm::rms_norm", rms_norm)];
+pub const TARGETS: &[(&str, Target)] = &[
+    ("tensor", tensor),
+    ("PageTable", page_table),
+    ("PagedKv", paged_kv),
+    ("Ragged", ragged),
+    ("norm::rms_norm", rms_norm),
+];
 
 /// Reads a target and its arguments from `data` and calls it. Returns the target's index in [`TARGETS`], and what it
 /// said.
@@ -131,6 +138,63 @@ impl Bytes<'_> {
     }
 }
 
+/// The arrays of a page table; mostly those of a valid one.
+#[derive(Debug)]
+pub struct Pages {
+    /// Tokens per page.
+    pub page_size: usize,
+    /// Pages of the pool.
+    pub num_pages: usize,
+    /// `[batch + 1]`
+    pub indptr: Vec<i32>,
+    /// Page ids.
+    pub indices: Vec<i32>,
+    /// `[batch]`
+    pub last_page_len: Vec<i32>,
+}
+
+impl Pages {
+    /// The table, if these are one's arrays.
+    pub fn table(&self) -> Result<PageTable<'_>> {
+        PageTable::new(self.page_size, self.num_pages, &self.indptr, &self.indices, &self.last_page_len)
+    }
+}
+
+impl Bytes<'_> {
+    /// Offsets of up to 7 requests with up to `most` entries each.
+    pub fn indptr(&mut self, most: usize) -> Vec<i32> {
+        let mut indptr = vec![0];
+        for _ in 0..self.below(8) {
+            indptr.push(indptr[indptr.len() - 1] + self.below(most + 1) as i32);
+        }
+        self.spoil(&mut indptr);
+        indptr
+    }
+
+    /// A page table's arrays, over a pool of up to 16 pages of up to 20 tokens.
+    pub fn pages(&mut self) -> Pages {
+        let (page_size, num_pages) = (self.below(20) + 1, self.below(16) + 1);
+        let indptr = self.indptr(4);
+        let slots = indptr.iter().copied().max().unwrap_or(0).clamp(0, 64) + self.below(3) as i32;
+        let mut indices: Vec<i32> = (0..slots).map(|_| self.below(num_pages) as i32).collect();
+        let mut last_page_len: Vec<i32> = (1..indptr.len()).map(|_| self.below(page_size) as i32 + 1).collect();
+        self.spoil(&mut indices);
+        self.spoil(&mut last_page_len);
+        let page_size = if self.byte() < 248 { page_size } else { self.size() };
+        Pages { page_size, num_pages, indptr, indices, last_page_len }
+    }
+
+    /// Now and then replaces an entry by any number, or drops one.
+    fn spoil(&mut self, values: &mut Vec<i32>) {
+        let at = self.below(values.len());
+        match self.byte() {
+            0..=239 => {}
+            b if b % 2 == 0 && !values.is_empty() => values[at] = self.i32(32) - 8,
+            _ => drop(values.pop()),
+        }
+    }
+}
+
 /// Word `i` of a tensor's memory: small floats in every type for half of the seeds, any bits for the others.
 fn pattern(seed: u64, i: u64) -> u64 {
     let z = (seed << 32 | i).wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
@@ -208,6 +272,43 @@ fn tensor(_: &Exec, b: &mut Bytes<'_>) -> Result<()> {
         assert_eq!(x.to_f32_vec()?.len(), x.layout().len());
     }
     Ok(())
+}
+
+/// Every token of a table that was accepted lies in a page of the pool.
+fn page_table(_: &Exec, b: &mut Bytes<'_>) -> Result<()> {
+    let pages = b.pages();
+    let table = pages.table()?;
+    for (r, &len) in table.lens().iter().enumerate() {
+        assert_eq!(table.pages(r).len(), (len as usize).div_ceil(table.page_size()));
+        for pos in 0..(len as usize).min(1 << 10) {
+            let (page, slot) = table.locate(r, pos).expect("a token of the request");
+            assert!(page < pages.num_pages && slot < pages.page_size);
+        }
+        assert_eq!(table.locate(r, len as usize), None);
+    }
+    assert_eq!(table.locate(table.batch(), 0), None);
+    Ok(())
+}
+
+fn paged_kv(_: &Exec, b: &mut Bytes<'_>) -> Result<()> {
+    let (dtype, layout) = (b.dtype(), if b.byte() < 128 { KvLayout::Nhd } else { KvLayout::Hnd });
+    let shape: Vec<usize> = (0..4).map(|_| b.size() % 12).collect();
+    if b.byte() < 128 {
+        let (k, v) = (b.tensor(dtype, &shape), b.tensor(dtype, &shape));
+        PagedKv::new(k.view()?, v.view()?, layout)?.with_scales(b.f32(), b.f32()).map(drop)
+    } else {
+        let kv = b.tensor(dtype, &[shape[0], 2, shape[1], shape[2], shape[3]]);
+        PagedKv::interleaved(kv.view()?, layout).map(drop)
+    }
+}
+
+fn ragged(_: &Exec, b: &mut Bytes<'_>) -> Result<()> {
+    let (indptr, dtype) = (b.indptr(9), b.float());
+    let ragged = Ragged::new(&indptr)?;
+    assert_eq!(ragged.lens().iter().map(|&n| n as usize).sum::<usize>(), ragged.rows());
+    let shape = [ragged.rows().min(100), b.size() % 5, b.size()];
+    let (k, v) = (b.tensor(dtype, &shape), b.tensor(dtype, &shape));
+    RaggedKv::new(k.view()?, v.view()?, &ragged).map(drop)
 }
 
 fn rms_norm(exec: &Exec, b: &mut Bytes<'_>) -> Result<()> {
