@@ -1,83 +1,65 @@
-//! `cargo xtask bench`: runs the benches, and with `--update` writes their table.
-//!
-//! A bench prints `bench` and then its columns, with tabs between them; see crates/fir/benches/harness.rs.
+//! `cargo xtask bench`: runs the benches, and with `--update` writes their tables.
 
 use std::fmt::Write as _;
 use std::fs;
 
 use anyhow::{Context, Result, ensure};
 
-use crate::step::{cargo, program};
+use crate::step::{cargo, program, rust_files};
 
 const PAGE: &str = "docs/bench/cpu.md";
 /// Sections below it are ours, text above it is not.
 const MARK: &str = "<!-- below: written by `cargo xtask bench --update` -->\n";
 
 pub(crate) fn run(op: Option<&str>, update: bool) -> Result<()> {
-    let command = format!("bench -p fir-infer --bench ops --all-features -- {}", op.unwrap_or(""));
-    let mut rows = Vec::new();
-    let ok = cargo(command.trim_end()).watch(|line| {
-        if let Some(columns) = line.strip_prefix("bench\t") {
-            rows.push(columns.split('\t').map(String::from).collect::<Vec<_>>());
+    let all = rust_files("crates/fir/benches")?;
+    let names: Vec<_> = all.iter().filter(|name| op.is_none_or(|op| op == *name)).collect();
+    ensure!(!names.is_empty(), "no bench is called {}; there are {}", op.unwrap_or_default(), all.join(", "));
+    for name in names {
+        let mut table = String::new();
+        let format = if update { "-- --markdown" } else { "" };
+        let ok = cargo(format!("bench -p fir-infer --all-features --bench {name} {format}").trim_end())
+            .watch(|line| table.extend([line, "\n"]))?;
+        ensure!(ok, "bench `{name}` failed");
+        if update {
+            // Section by section, so that an hour of benches is not lost to a failure in the last one.
+            let page = fs::read_to_string(PAGE).with_context(|| PAGE.to_owned())?;
+            let how = format!("{}, {}, `cargo xtask bench {name} --update`, {}", date()?, commit()?, machine()?);
+            fs::write(PAGE, updated(&page, name, &format!("{how}.\n\n{}", table.trim()))?)?;
+            println!("wrote section {name} of {PAGE}");
         }
-    })?;
-    ensure!(ok, "a bench failed");
-    if update {
-        let page = fs::read_to_string(PAGE).with_context(|| PAGE.to_owned())?;
-        let how = format!("{}, {}, `cargo xtask bench{}`, {}", date()?, commit()?, arg(op), machine()?);
-        fs::write(PAGE, updated(&page, &rows, &how)?)?;
-        println!("wrote {} rows to {PAGE}", rows.len());
     }
     Ok(())
 }
 
-/// `page` with the sections of the operators in `rows` replaced or added, and the other sections kept.
-fn updated(page: &str, rows: &[Vec<String>], how: &str) -> Result<String> {
+/// `page` with the section `name` replaced, or added where the alphabet has it.
+fn updated(page: &str, name: &str, text: &str) -> Result<String> {
     let (head, body) = page.split_once(MARK).with_context(|| format!("{PAGE} lacks its mark: {MARK}"))?;
-    let mut sections: Vec<(String, String)> = body
+    let mut sections: Vec<(&str, &str)> = body
         .split("\n## ")
         .skip(1)
         .filter_map(|section| section.split_once('\n'))
-        .map(|(op, text)| (op.to_owned(), text.trim().to_owned()))
+        .map(|(name, text)| (name, text.trim()))
+        .filter(|(old, _)| *old != name)
+        .chain([(name, text)])
         .collect();
-    let op = |row: &[String]| row[0].split('/').next().unwrap_or_default().to_owned();
-    for row in rows {
-        let op = op(row);
-        if !sections.iter().any(|(name, _)| *name == op) {
-            sections.push((op, String::new()));
-        }
-    }
-    sections.sort();
+    sections.sort_unstable();
     let mut out = format!("{head}{MARK}");
-    for (name, old) in sections {
-        let rows: Vec<_> = rows.iter().filter(|row| op(row) == name).collect();
-        let text = if rows.is_empty() {
-            old
-        } else {
-            let mut text = format!("{how}\n\n| bench | µs | GB/s | GFLOP/s |\n|---|---:|---:|---:|\n");
-            for row in rows {
-                writeln!(text, "| {} |", row.join(" | "))?;
-            }
-            text.trim_end().to_owned()
-        };
+    for (name, text) in sections {
         write!(out, "\n## {name}\n\n{text}\n")?;
     }
     Ok(out)
-}
-
-fn arg(op: Option<&str>) -> String {
-    op.map(|op| format!(" {op}")).unwrap_or_default()
 }
 
 fn date() -> Result<String> {
     Ok(program("date", "-u +%F").quiet()?.trim().to_owned())
 }
 
-/// The commit the numbers belong to, and whether there is more than it in the tree.
+/// The commit the numbers belong to, and whether there is more than it in the sources.
 fn commit() -> Result<String> {
     let hash = program("git", "rev-parse --short HEAD").quiet()?;
-    let dirty = !program("git", "status --porcelain --untracked-files=no").quiet()?.is_empty();
-    Ok(format!("commit {}{}", hash.trim(), if dirty { " with changes" } else { "" }))
+    let changes = program("git", "status --porcelain --untracked-files=no -- crates").quiet()?;
+    Ok(format!("commit {}{}", hash.trim(), if changes.is_empty() { "" } else { " with changes" }))
 }
 
 fn machine() -> Result<String> {
@@ -92,18 +74,12 @@ mod tests {
 
     #[test]
     fn a_page_keeps_its_head_and_the_sections_of_other_operators() {
-        let row = |text: &str| text.split(' ').map(String::from).collect::<Vec<_>>();
         let page = format!("# CPU\n\ntext\n\n{MARK}\n## norm\n\nold\n\n## rope\n\nkept\n");
-        let new = updated(&page, &[row("norm/rms/portable 1.0 2.0 3.0"), row("gemm/x 4 5 6")], "today").unwrap();
-        assert_eq!(
-            new,
-            format!(
-                "# CPU\n\ntext\n\n{MARK}\n## gemm\n\ntoday\n\n| bench | µs | GB/s | GFLOP/s |\n|---|---:|---:|---:|\n\
-                 | gemm/x | 4 | 5 | 6 |\n\n## norm\n\ntoday\n\n| bench | µs | GB/s | GFLOP/s |\n|---|---:|---:|---:|\n\
-                 | norm/rms/portable | 1.0 | 2.0 | 3.0 |\n\n## rope\n\nkept\n"
-            )
-        );
-        assert_eq!(updated(&new, &[], "later").unwrap(), new);
-        assert!(updated("no mark", &[], "today").is_err());
+        let new = updated(&page, "norm", "new\n\n| a |").unwrap();
+        assert_eq!(new, format!("# CPU\n\ntext\n\n{MARK}\n## norm\n\nnew\n\n| a |\n\n## rope\n\nkept\n"));
+        let more = updated(&new, "gemm", "first").unwrap();
+        assert!(more.starts_with(&format!("# CPU\n\ntext\n\n{MARK}\n## gemm\n\nfirst\n\n## norm\n\nnew")));
+        assert_eq!(updated(&more, "gemm", "first").unwrap(), more);
+        assert!(updated("no mark", "norm", "x").is_err());
     }
 }

@@ -22,7 +22,7 @@ enum Command {
     Deny,
     /// Runs the benches of one operator, or of all.
     Bench {
-        /// Part of a bench's name, such as `norm`.
+        /// Name of its file, such as `norm`.
         op: Option<String>,
         /// Writes the results into docs/bench/cpu.md.
         #[arg(long)]

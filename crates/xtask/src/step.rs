@@ -70,3 +70,16 @@ impl Step {
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())
     }
 }
+
+/// Names of the Rust files in a folder, without their extension, sorted.
+pub(crate) fn rust_files(dir: &str) -> Result<Vec<String>> {
+    let mut names = Vec::new();
+    for entry in std::fs::read_dir(dir).with_context(|| format!("cannot read {dir}"))? {
+        let path = entry?.path();
+        if path.extension().is_some_and(|e| e == "rs") {
+            names.extend(path.file_stem().map(|s| s.to_string_lossy().into_owned()));
+        }
+    }
+    names.sort();
+    Ok(names)
+}

@@ -2,10 +2,10 @@
 
 use std::time::Instant;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 
 use crate::deny;
-use crate::step::{Step, cargo};
+use crate::step::{Step, cargo, rust_files};
 
 /// Results of all the test binaries run so far.
 #[derive(Default)]
@@ -35,9 +35,9 @@ fn steps() -> Result<Vec<(String, Action)>> {
         ("default features", Run(cargo("clippy -p fir-infer -- -D warnings"))),
         ("docs", Run(docs)),
         ("tests", Count(cargo("test --workspace --all-features --no-fail-fast"))),
-        ("benches, checked but not timed", Count(cargo("test --quiet -p fir-infer --all-features --bench ops"))),
+        ("benches, checked but not timed", Run(cargo("test --quiet -p fir-infer --all-features --benches"))),
     ];
-    let examples = examples()?;
+    let examples = rust_files("crates/fir/examples")?;
     for example in &examples {
         let run = format!("run --quiet --profile test -p fir-infer --all-features --example {example}");
         steps.push((example, Run(cargo(&run))));
@@ -99,20 +99,6 @@ fn results(line: &str) -> Option<(u64, u64, u64)> {
     let (_, counts) = line.strip_prefix("test result: ")?.split_once(". ")?;
     let count = |what: &str| counts.split("; ").find_map(|part| part.strip_suffix(what)?.trim().parse().ok());
     Some((count(" passed")?, count(" failed")?, count(" ignored")?))
-}
-
-/// Names of the library's examples, in order.
-fn examples() -> Result<Vec<String>> {
-    let dir = "crates/fir/examples";
-    let mut names = Vec::new();
-    for entry in std::fs::read_dir(dir).with_context(|| format!("cannot read {dir}"))? {
-        let path = entry?.path();
-        if path.extension().is_some_and(|e| e == "rs") {
-            names.extend(path.file_stem().map(|s| s.to_string_lossy().into_owned()));
-        }
-    }
-    names.sort();
-    Ok(names)
 }
 
 #[cfg(test)]
