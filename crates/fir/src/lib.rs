@@ -55,7 +55,7 @@ pub mod tensor;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 
-pub use crate::ops::norm;
+pub use crate::ops::{activation, gemm, norm};
 pub use crate::{
     error::{Error, Result},
     exec::Exec,

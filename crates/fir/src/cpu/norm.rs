@@ -1,67 +1,263 @@
-//! Row norms. A row is read twice (from cache the second time) and written once.
+//! Row norms, all of them one kernel. A row is read twice (three times to centre it), from cache after the first
+//! time, and written once.
+
+use std::borrow::Cow;
 
 use super::exec::Cpu;
 use super::pool::RowsMut;
-use super::rows::{Rows, for_parts, widened, with_float};
+use super::rows::{Rows, parts_for, widened, with_float};
 use super::vector::{Kernel, Lane, Vector};
 use crate::error::Result;
-use crate::tensor::{TensorMut, TensorRef};
+use crate::tensor::{DType, E4m3, E5m2, TensorMut, TensorRef};
 
-pub(crate) fn rms_norm(cpu: &Cpu, x: TensorRef<'_>, weight: TensorRef<'_>, eps: f32, out: TensorMut<'_>) -> Result<()> {
-    const OP: &str = "rms_norm";
-    let weight = &*widened(OP, "weight", weight)?;
-    with_float!(OP, "x", x.dtype(), T => {
-        let (x, out) = (Rows::<T>::new(OP, "x", x)?, RowsMut::<T>::new(OP, "out", out)?);
-        for_parts(cpu, out, |out| cpu.run(RmsNorm { x, weight, eps, out }));
+/// What a norm does to a row once it is scaled.
+#[derive(Clone, Copy)]
+pub(crate) struct Params<'a> {
+    pub(crate) op: &'static str,
+    /// Factor of each column, `[hidden]`, and its name in messages.
+    pub(crate) weight: TensorRef<'a>,
+    pub(crate) weight_arg: &'static str,
+    /// Added to every weight: 1 for Gemma, else 0.
+    pub(crate) shift: f32,
+    /// Added to each column; its presence makes a layer norm, which subtracts the row's mean first.
+    pub(crate) bias: Option<TensorRef<'a>>,
+    /// Divides the result when the output is fp8.
+    pub(crate) scale: f32,
+    pub(crate) eps: f32,
+}
+
+impl<'a> Params<'a> {
+    /// Those of a plain RMS norm.
+    pub(crate) fn rms(op: &'static str, weight: TensorRef<'a>, eps: f32) -> Self {
+        Self { op, weight, weight_arg: "weight", shift: 0.0, bias: None, scale: 1.0, eps }
+    }
+}
+
+/// `out = norm(x)`, or `residual += x; out = norm(residual)` without rounding in between.
+pub(crate) fn norm(
+    cpu: &Cpu,
+    params: Params<'_>,
+    x: TensorRef<'_>,
+    residual: Option<TensorMut<'_>>,
+    out: TensorMut<'_>,
+) -> Result<()> {
+    let columns = Columns::new(params)?;
+    with_float!(params.op, "x", x.dtype(), T => match out.dtype() {
+        DType::E4M3 => norm_to::<T, E4m3>(cpu, params.op, &columns, x, residual, out),
+        DType::E5M2 => norm_to::<T, E5m2>(cpu, params.op, &columns, x, residual, out),
+        _ => norm_to::<T, T>(cpu, params.op, &columns, x, residual, out),
+    })
+}
+
+fn norm_to<T: Lane, O: Lane>(
+    cpu: &Cpu,
+    op: &'static str,
+    columns: &Columns<'_>,
+    x: TensorRef<'_>,
+    residual: Option<TensorMut<'_>>,
+    out: TensorMut<'_>,
+) -> Result<()> {
+    let (x, out) = (Some(Rows::<T>::new(op, "x", x)?), RowsMut::<O>::new(op, "out", out)?);
+    let residual = residual.map(|r| RowsMut::<T>::new(op, "residual", r)).transpose()?;
+    match (residual, &columns.bias[..]) {
+        (None, []) => run(cpu, [Norm::<_, _, false, false, false> { x, residual: None, out, columns }]),
+        (None, _) => run(cpu, [Norm::<_, _, true, false, false> { x, residual: None, out, columns }]),
+        (residual, _) => run(cpu, [Norm::<_, _, false, true, false> { x, residual, out, columns }]),
+    }
+    Ok(())
+}
+
+/// `residual += x; x = norm(residual)`, without rounding in between.
+pub(crate) fn fused_add(cpu: &Cpu, params: Params<'_>, x: TensorMut<'_>, residual: TensorMut<'_>) -> Result<()> {
+    let columns = &Columns::new(params)?;
+    with_float!(params.op, "x", x.dtype(), T => {
+        let out = RowsMut::<T>::new(params.op, "x", x)?;
+        let residual = Some(RowsMut::<T>::new(params.op, "residual", residual)?);
+        run(cpu, [Norm::<T, T, false, true, true> { x: None, residual, out, columns }]);
         Ok(())
     })
 }
 
-struct RmsNorm<'a, T> {
-    x: Rows<'a, T>,
-    weight: &'a [f32],
-    eps: f32,
-    out: RowsMut<'a, T>,
+/// `x = norm(x)` for two tensors of one type, at once.
+pub(crate) fn pair_in_place(
+    cpu: &Cpu,
+    params: [Params<'_>; 2],
+    names: [&'static str; 2],
+    x: [TensorMut<'_>; 2],
+) -> Result<()> {
+    let (a, b) = (Columns::new(params[0])?, Columns::new(params[1])?);
+    let [x, y] = x;
+    with_float!(params[0].op, names[0], x.dtype(), T => {
+        let (x, y) = (RowsMut::<T>::new(params[0].op, names[0], x)?, RowsMut::<T>::new(params[1].op, names[1], y)?);
+        run(cpu, [(x, &a), (y, &b)].map(|(out, columns)| {
+            Norm::<T, T, false, false, true> { x: None, residual: None, out, columns }
+        }));
+        Ok(())
+    })
 }
 
-impl<T: Lane> Kernel for RmsNorm<'_, T> {
+/// The parameters in f32.
+struct Columns<'a> {
+    weight: Cow<'a, [f32]>,
+    /// As long as `weight`, or empty.
+    bias: Cow<'a, [f32]>,
+    inverse_scale: f32,
+    eps: f32,
+}
+
+impl<'a> Columns<'a> {
+    fn new(p: Params<'a>) -> Result<Self> {
+        let mut weight = widened(p.op, p.weight_arg, p.weight)?;
+        if p.shift != 0.0 {
+            weight.to_mut().iter_mut().for_each(|w| *w += p.shift);
+        }
+        let bias = p.bias.map_or(Ok(Default::default()), |b| widened(p.op, "beta", b))?;
+        Ok(Self { weight, bias, inverse_scale: 1.0 / p.scale, eps: p.eps })
+    }
+}
+
+/// Runs the norms together, cut into parts.
+fn run<T: Lane, O: Lane, const N: usize, const CENTER: bool, const ADD: bool, const IN_PLACE: bool>(
+    cpu: &Cpu,
+    norms: [Norm<'_, T, O, CENTER, ADD, IN_PLACE>; N],
+) {
+    let elements = norms.iter().map(|n| n.out.range().len() * n.out.row_len()).sum();
+    let parts = parts_for(cpu, elements);
+    cpu.pool().scatter(norms.into_iter().flat_map(|n| n.split(parts)).collect(), |part| cpu.run(part));
+}
+
+/// A norm of some rows. `CENTER`: a layer norm. `ADD`: of `x + residual`. `IN_PLACE`: `x` is `out`.
+struct Norm<'a, T, O, const CENTER: bool, const ADD: bool, const IN_PLACE: bool> {
+    x: Option<Rows<'a, T>>,
+    residual: Option<RowsMut<'a, T>>,
+    out: RowsMut<'a, O>,
+    columns: &'a Columns<'a>,
+}
+
+impl<T: Lane, O: Lane, const CENTER: bool, const ADD: bool, const IN_PLACE: bool>
+    Norm<'_, T, O, CENTER, ADD, IN_PLACE>
+{
+    /// `residual` has the rows of `out`, so both are cut alike.
+    fn split(self, parts: usize) -> impl Iterator<Item = Self> {
+        let mut residuals = self.residual.map(|r| r.split(parts).into_iter());
+        self.out.split(parts).into_iter().map(move |out| Self {
+            residual: residuals.as_mut().and_then(Iterator::next),
+            out,
+            ..self
+        })
+    }
+}
+
+impl<T: Lane, O: Lane, const CENTER: bool, const ADD: bool, const IN_PLACE: bool> Kernel
+    for Norm<'_, T, O, CENTER, ADD, IN_PLACE>
+{
     type Out = ();
     #[inline(always)]
     fn run<V: Vector>(mut self, v: V) {
         for r in self.out.range() {
-            let (x, out) = (self.x.row(r), self.out.row(r));
-            let scale = 1.0 / (sum_of_squares(v, x) / x.len() as f32 + self.eps).sqrt();
-            let full = x.len() / V::LANES * V::LANES;
-            let mut i = 0;
-            while i < full {
-                let y = v.mul(v.mul(T::load(v, &x[i..]), v.splat(scale)), v.load(&self.weight[i..]));
-                T::store(v, y, &mut out[i..]);
-                i += V::LANES;
-            }
-            for i in full..x.len() {
-                out[i] = T::from_f32(x[i].to_f32() * scale * self.weight[i]);
-            }
+            let x = if let Some(x) = &self.x { x.row(r) } else { &[] };
+            let residual = if let Some(residual) = &mut self.residual { residual.row(r) } else { &mut [] };
+            let mut row = Row::<T, O, CENTER, ADD, IN_PLACE> { x, residual, out: self.out.row(r) };
+            let n = row.out.len() as f32;
+            let mean = if CENTER { row.moment::<V, false>(v, 0.0) / n } else { 0.0 };
+            let scale = 1.0 / (row.moment::<V, true>(v, mean) / n + self.columns.eps).sqrt();
+            row.write(v, mean, scale, self.columns);
         }
     }
 }
 
-/// `Σ x²`, in four chains so that the adds' latency hides.
-#[inline(always)]
-fn sum_of_squares<V: Vector, T: Lane>(v: V, x: &[T]) -> f32 {
-    let mut acc = [v.splat(0.0); 4];
-    let step = 4 * V::LANES;
-    let full = x.len() / step * step;
-    let mut i = 0;
-    while i < full {
-        for (c, acc) in acc.iter_mut().enumerate() {
-            let x = T::load(v, &x[i + c * V::LANES..]);
-            *acc = v.fma(x, x, *acc);
+/// A row of [`Norm`]; the slices that it does not use are empty.
+struct Row<'a, T, O, const CENTER: bool, const ADD: bool, const IN_PLACE: bool> {
+    x: &'a [T],
+    residual: &'a mut [T],
+    out: &'a mut [O],
+}
+
+impl<T: Lane, O: Lane, const CENTER: bool, const ADD: bool, const IN_PLACE: bool> Row<'_, T, O, CENTER, ADD, IN_PLACE> {
+    /// The elements from `i` on that are normed; at the end of the row, zeros follow.
+    #[inline(always)]
+    fn load<V: Vector, const TAIL: bool>(&self, v: V, i: usize) -> V::F {
+        let x = if IN_PLACE { load::<V, O, TAIL>(v, &self.out[i..]) } else { load::<V, T, TAIL>(v, &self.x[i..]) };
+        if ADD { v.add(x, load::<V, T, TAIL>(v, &self.residual[i..])) } else { x }
+    }
+
+    /// `Σ x`, or `Σ (x - mean)²`; in four chains so that the adds' latency hides.
+    #[inline(always)]
+    fn moment<V: Vector, const SQUARE: bool>(&self, v: V, mean: f32) -> f32 {
+        let mean = v.splat(mean);
+        let mut acc = [v.splat(0.0); 4];
+        let (len, step) = (self.out.len(), 4 * V::LANES);
+        let mut i = 0;
+        while i + step <= len {
+            for (c, acc) in acc.iter_mut().enumerate() {
+                let x = self.load::<V, false>(v, i + c * V::LANES);
+                *acc = accumulate::<V, SQUARE>(v, if CENTER && SQUARE { v.sub(x, mean) } else { x }, *acc);
+            }
+            i += step;
         }
-        i += step;
+        while i < len {
+            let n = V::LANES.min(len - i);
+            let mut x = self.load::<V, true>(v, i);
+            if CENTER && SQUARE {
+                let mut lanes = [0.0; 16];
+                v.store(v.sub(x, mean), &mut lanes);
+                lanes[n..].fill(0.0);
+                x = v.load(&lanes);
+            }
+            acc[0] = accumulate::<V, SQUARE>(v, x, acc[0]);
+            i += n;
+        }
+        v.sum(v.add(v.add(acc[0], acc[1]), v.add(acc[2], acc[3])))
     }
-    for x in x[full..].chunks(V::LANES) {
-        let x = T::load_tail(v, x);
-        acc[0] = v.fma(x, x, acc[0]);
+
+    #[inline(always)]
+    fn write<V: Vector>(&mut self, v: V, mean: f32, scale: f32, c: &Columns<'_>) {
+        let (mean, scale) = (v.splat(mean), v.splat(scale));
+        let len = self.out.len();
+        let mut i = 0;
+        while i + V::LANES <= len {
+            self.write_vector::<V, false>(v, i, mean, scale, c);
+            i += V::LANES;
+        }
+        if i < len {
+            self.write_vector::<V, true>(v, i, mean, scale, c);
+        }
     }
-    v.sum(v.add(v.add(acc[0], acc[1]), v.add(acc[2], acc[3])))
+
+    #[inline(always)]
+    fn write_vector<V: Vector, const TAIL: bool>(&mut self, v: V, i: usize, mean: V::F, scale: V::F, c: &Columns<'_>) {
+        let x = self.load::<V, TAIL>(v, i);
+        if ADD {
+            store::<V, T, TAIL>(v, x, &mut self.residual[i..]);
+        }
+        let x = if CENTER { v.sub(x, mean) } else { x };
+        let mut y = v.mul(v.mul(x, scale), load::<V, f32, TAIL>(v, &c.weight[i..]));
+        if CENTER {
+            y = v.add(y, load::<V, f32, TAIL>(v, &c.bias[i..]));
+        }
+        if O::DTYPE.size() == 1 {
+            // Saturates infinities too, which a conversion to e5m2 would keep; NaN passes.
+            let largest = O::from_f32(f32::MAX).to_f32();
+            let q = v.mul(y, v.splat(c.inverse_scale));
+            y = v.max(v.splat(-largest), v.min(v.splat(largest), q));
+        }
+        store::<V, O, TAIL>(v, y, &mut self.out[i..]);
+    }
+}
+
+#[inline(always)]
+fn accumulate<V: Vector, const SQUARE: bool>(v: V, x: V::F, acc: V::F) -> V::F {
+    if SQUARE { v.fma(x, x, acc) } else { v.add(x, acc) }
+}
+
+/// A vector from the start of `x`, which holds fewer elements when `TAIL`.
+#[inline(always)]
+fn load<V: Vector, T: Lane, const TAIL: bool>(v: V, x: &[T]) -> V::F {
+    if TAIL { T::load_tail(v, &x[..V::LANES.min(x.len())]) } else { T::load(v, x) }
+}
+
+/// Rounds into the start of `out`, which holds fewer elements when `TAIL`.
+#[inline(always)]
+fn store<V: Vector, T: Lane, const TAIL: bool>(v: V, x: V::F, out: &mut [T]) {
+    if TAIL { T::store_tail(v, x, out) } else { T::store(v, x, out) }
 }

@@ -262,6 +262,16 @@ impl<'a, T: Element> RowsMut<'a, T> {
         let each = (end - first).div_ceil(parts.max(1)).max(1);
         (first..end).step_by(each).map(|r| Self { range: r..end.min(r + each), life: PhantomData, ..self }).collect()
     }
+
+    /// Cuts every row into pieces of `width` elements, the last one shorter; one value per piece, of all rows.
+    pub(crate) fn split_columns(self, width: usize) -> Vec<Self> {
+        let Self { start, row, .. } = self;
+        // Pieces of a row do not overlap, and stay inside it: so the reasons given for `row_unchecked` hold.
+        (0..row)
+            .step_by(width.max(1))
+            .map(|c| Self { start: start.wrapping_add(c), row: width.min(row - c), range: self.range.clone(), ..self })
+            .collect()
+    }
 }
 
 /// Rows that several workers take in any order, each at most once.
@@ -358,5 +368,22 @@ mod tests {
         });
         assert_eq!(data[..12], [1., 1., 0., 0., 2., 2., 0., 0., 3., 3., 0., 0.]);
         assert_eq!(data[20..22], [6.0, 6.0]);
+    }
+
+    #[test]
+    fn split_columns_cover_the_tensor() {
+        let mut data = [0f32; 18];
+        let out = TensorMut::strided(&mut data, &[2, 7], &[9, 1]).unwrap();
+        let parts = RowsMut::<f32>::new("t", "x", out).unwrap().split_columns(3);
+        assert_eq!(parts.iter().map(RowsMut::row_len).collect::<Vec<_>>(), [3, 3, 1]);
+        Pool::new(2).scatter(parts.into_iter().enumerate().collect(), |(c, mut part)| {
+            for r in part.range() {
+                part.row(r).fill((10 * r + c) as f32 + 1.0);
+            }
+        });
+        assert_eq!(data[..9], [1., 1., 1., 2., 2., 2., 3., 0., 0.]);
+        assert_eq!(data[9..], [11., 11., 11., 12., 12., 12., 13., 0., 0.]);
+        let none = TensorMut::strided(&mut data, &[0, 7], &[9, 1]).unwrap();
+        assert!(RowsMut::<f32>::new("t", "x", none).unwrap().split_columns(3).iter().all(|p| p.range().is_empty()));
     }
 }

@@ -5,6 +5,8 @@
 //! [`Precision::Naive`] the same loops round as plain low-precision code would, which is what the tests' tolerance
 //! is measured from.
 
+pub mod activation;
+pub mod gemm;
 pub mod norm;
 
 use crate::error::Result;

@@ -1,21 +1,92 @@
 //! Norms over rows.
 
-use super::{Precision, values};
+use super::{Precision, round, values};
 use crate::error::Result;
-use crate::tensor::TensorRef;
+use crate::tensor::{DType, TensorRef};
 
 /// `out[r, h] = x[r, h] / sqrt(mean_h(x[r, h]²) + eps) * weight[h]`, for every row `r` of the leading axes.
 pub fn rms_norm(p: Precision, x: TensorRef<'_>, weight: TensorRef<'_>, eps: f32) -> Result<Vec<f64>> {
-    let (mut x, weight) = (values(x)?, values(weight)?);
+    Ok(rows(p, values(x)?, &values(weight)?, None, eps))
+}
+
+/// [`rms_norm`] with `1 + weight`.
+pub fn gemma_rms_norm(p: Precision, x: TensorRef<'_>, weight: TensorRef<'_>, eps: f32) -> Result<Vec<f64>> {
+    Ok(rows(p, values(x)?, &one_plus(p, weight)?, None, eps))
+}
+
+/// `residual + x`, and [`rms_norm`] of it: `(norm, residual)`.
+pub fn fused_add_rms_norm(
+    p: Precision,
+    x: TensorRef<'_>,
+    residual: TensorRef<'_>,
+    weight: TensorRef<'_>,
+    eps: f32,
+) -> Result<(Vec<f64>, Vec<f64>)> {
+    let sum = add(p, x, residual)?;
+    Ok((rows(p, sum.clone(), &values(weight)?, None, eps), sum))
+}
+
+/// `residual + x`, and [`gemma_rms_norm`] of it: `(norm, residual)`.
+pub fn gemma_fused_add_rms_norm(
+    p: Precision,
+    x: TensorRef<'_>,
+    residual: TensorRef<'_>,
+    weight: TensorRef<'_>,
+    eps: f32,
+) -> Result<(Vec<f64>, Vec<f64>)> {
+    let sum = add(p, x, residual)?;
+    Ok((rows(p, sum.clone(), &one_plus(p, weight)?, None, eps), sum))
+}
+
+/// `out[r, h] = (x[r, h] - mean) / sqrt(mean_h((x[r, h] - mean)²) + eps) * gamma[h] + beta[h]`.
+pub fn layer_norm(
+    p: Precision,
+    x: TensorRef<'_>,
+    gamma: TensorRef<'_>,
+    beta: TensorRef<'_>,
+    eps: f32,
+) -> Result<Vec<f64>> {
+    Ok(rows(p, values(x)?, &values(gamma)?, Some(&values(beta)?), eps))
+}
+
+/// A norm divided by `scale`, and cut to the largest number of `dtype`; not rounded to it.
+pub fn quantized(p: Precision, norm: Vec<f64>, scale: f32, dtype: DType) -> Vec<f64> {
+    let largest = round(dtype, f64::from(f32::MAX));
+    norm.into_iter().map(|x| p.acc(x / f64::from(scale)).clamp(-largest, largest)).collect()
+}
+
+fn one_plus(p: Precision, weight: TensorRef<'_>) -> Result<Vec<f64>> {
+    Ok(values(weight)?.into_iter().map(|w| p.acc(1.0 + w)).collect())
+}
+
+fn add(p: Precision, x: TensorRef<'_>, residual: TensorRef<'_>) -> Result<Vec<f64>> {
+    Ok(values(x)?.into_iter().zip(values(residual)?).map(|(x, r)| p.store(x + r)).collect())
+}
+
+fn rows(p: Precision, mut x: Vec<f64>, weight: &[f64], bias: Option<&[f64]>, eps: f32) -> Vec<f64> {
     for row in x.chunks_mut(weight.len().max(1)) {
+        let n = row.len() as f64;
+        if bias.is_some() {
+            let mut sum = 0.0;
+            for &x in &*row {
+                sum = p.acc(sum + x);
+            }
+            let mean = p.acc(sum / n);
+            for x in &mut *row {
+                *x = p.acc(*x - mean);
+            }
+        }
         let mut sum = 0.0;
         for &x in &*row {
             sum = p.acc(sum + p.acc(x * x));
         }
-        let scale = p.acc(1.0 / p.acc(sum / row.len() as f64 + f64::from(eps)).sqrt());
-        for (x, w) in row.iter_mut().zip(&weight) {
-            *x = p.store(p.store(*x * scale) * w);
+        let scale = p.acc(1.0 / p.acc(sum / n + f64::from(eps)).sqrt());
+        for (h, x) in row.iter_mut().enumerate() {
+            *x = p.store(p.store(*x * scale) * weight[h]);
+            if let Some(bias) = bias {
+                *x = p.store(*x + bias[h]);
+            }
         }
     }
-    Ok(x)
+    x
 }

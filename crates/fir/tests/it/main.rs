@@ -1,5 +1,7 @@
 //! One binary for all integration tests: a file per operator, every implementation against the reference.
 
+mod activation;
+mod gemm;
 mod hostile;
 mod layers;
 mod matrix;

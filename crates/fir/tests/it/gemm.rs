@@ -1,0 +1,117 @@
+use fir::gemm::gemm;
+use fir::reference::gemm as reference;
+use fir::testing::Rng;
+use fir::{DType, Exec, Tensor, TensorMut, TensorRef};
+use proptest::prelude::*;
+
+use crate::support::{FLOATS, assert_matches, every_exec};
+
+fn product(exec: &Exec, x: &Tensor, w: &Tensor, out: DType) -> Tensor {
+    let mut out = Tensor::zeros(out, &[x.shape()[0], w.shape()[0]]).unwrap();
+    gemm(exec, x.view(), w.view(), out.view_mut()).unwrap();
+    out
+}
+
+#[test]
+fn matches_reference_at_every_tail_length() {
+    every_exec(|exec| {
+        let mut rng = Rng::new(1);
+        // Around the tiles (6 or 3 rows, 4 columns), the panels (64 columns), the blocks (1024 deep) and the vectors.
+        let small = (1..15).flat_map(|m| [(m, 5, 35), (m, m, m), (m, 64, 16), (m, 67, 129)]);
+        let large = [(1, 130, 2049), (13, 3, 1024), (25, 66, 1030), (60, 9, 64), (1, 1, 1), (2, 1, 5000)];
+        for (i, (m, n, k)) in small.chain(large).enumerate() {
+            let dtype = FLOATS[i % 3];
+            let (x, w) = (rng.tensor(dtype, &[m, k]), rng.tensor(dtype, &[n, k]));
+            let out = product(exec, &x, &w, dtype);
+            assert_matches(&format!("{exec:?} {dtype} {m}x{n}x{k}"), out.view(), n, |p| {
+                reference::gemm(p, x.view(), w.view())
+            });
+        }
+    });
+}
+
+#[test]
+fn matches_reference_for_every_mix_of_types() {
+    every_exec(|exec| {
+        let mut rng = Rng::new(2);
+        for (xt, wt, ot) in
+            FLOATS.into_iter().flat_map(|x| FLOATS.into_iter().flat_map(move |w| FLOATS.map(|o| (x, w, o))))
+        {
+            for m in [3, 20] {
+                let (x, w) = (rng.tensor(xt, &[m, 77]), rng.tensor(wt, &[37, 77]));
+                let out = product(exec, &x, &w, ot);
+                assert_matches(&format!("{exec:?} {m} {xt} {wt} {ot}"), out.view(), 37, |p| {
+                    reference::gemm(p, x.view(), w.view())
+                });
+            }
+        }
+    });
+}
+
+#[test]
+fn strided_operands_match_reference_and_gaps_stay() {
+    every_exec(|exec| {
+        let mut rng = Rng::new(3);
+        let (x, w) = (rng.normals(30 * 50), rng.normals(70 * 41));
+        let x = TensorRef::strided(&x, &[30, 37], &[50, 1]).unwrap();
+        let w = TensorRef::strided(&w, &[70, 37], &[41, 1]).unwrap();
+        let mut out = vec![-9.5f32; 30 * 90];
+        gemm(exec, x, w, TensorMut::strided(&mut out, &[30, 70], &[90, 1]).unwrap()).unwrap();
+        let got = TensorRef::strided(&out, &[30, 70], &[90, 1]).unwrap();
+        assert_matches(&format!("{exec:?}"), got, 70, |p| reference::gemm(p, x, w));
+        assert_eq!(out.iter().filter(|&&x| x == -9.5).count(), 30 * 20);
+    });
+}
+
+#[test]
+fn empty_sides_give_zeros_or_nothing() {
+    every_exec(|exec| {
+        for (m, n, k) in [(0, 3, 4), (3, 0, 4), (3, 4, 0), (0, 0, 0), (30, 100, 0)] {
+            let (x, w) = (Tensor::zeros(DType::BF16, &[m, k]).unwrap(), Tensor::zeros(DType::BF16, &[n, k]).unwrap());
+            let mut out = Tensor::from_f32(DType::F32, &vec![5.0; m * n], &[m, n]).unwrap();
+            gemm(exec, x.view(), w.view(), out.view_mut()).unwrap();
+            assert_eq!(out.as_slice::<f32>().unwrap(), vec![0.0; m * n]);
+        }
+    });
+}
+
+#[test]
+fn bad_arguments_are_named() {
+    let exec = Exec::cpu().unwrap();
+    let check = |x: (DType, &[usize]), w: (DType, &[usize]), out: (DType, &[usize]), want: &str| {
+        let t = |(dtype, shape)| Tensor::zeros(dtype, shape).unwrap();
+        let got = gemm(&exec, t(x).view(), t(w).view(), t(out).view_mut());
+        assert_eq!(got.unwrap_err().to_string(), want);
+    };
+    use DType::{BF16, F32, I32};
+    check((F32, &[2, 8]), (F32, &[3, 9]), (F32, &[2, 3]), "gemm: `w` has k=9, but `x` bound k=8");
+    check((F32, &[2, 8]), (F32, &[3, 8]), (F32, &[2, 4]), "gemm: `out` has n=4, but `w` bound n=3");
+    check((F32, &[8]), (F32, &[3, 8]), (F32, &[2, 3]), "gemm: `x` has 1 axes, expected 2 [m, k]");
+    check((I32, &[2, 8]), (F32, &[3, 8]), (F32, &[2, 3]), "gemm: `x` is i32, expected f32, f16 or bf16");
+    check((BF16, &[2, 8]), (I32, &[3, 8]), (F32, &[2, 3]), "gemm: `w` is i32, expected f32, f16 or bf16");
+    check((BF16, &[2, 8]), (BF16, &[3, 8]), (I32, &[2, 3]), "gemm: `out` is i32, expected f32, f16 or bf16");
+    let x = Tensor::zeros(F32, &[8, 2]).unwrap();
+    let turned = x.view().transpose(0, 1).unwrap();
+    let w = Tensor::zeros(F32, &[3, 8]).unwrap();
+    let err = gemm(&exec, turned, w.view(), Tensor::zeros(F32, &[2, 3]).unwrap().view_mut()).unwrap_err();
+    assert_eq!(err.to_string(), "gemm: layout of `x`: stride 2 of the last axis, expected 1");
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+    #[test]
+    fn a_row_has_the_same_bits_whatever_is_beside_it(
+        m in 1usize..80, n in 1usize..150, k in 0usize..1200, pick in any::<u64>(), threads in 1usize..5,
+        dtype in prop::sample::select(&FLOATS[..]),
+    ) {
+        let mut rng = Rng::new(pick);
+        let (x, w) = (rng.tensor(dtype, &[m, k]), rng.tensor(dtype, &[n, k]));
+        let row = rng.below(m);
+        let alone = Tensor::from_f32(dtype, &x.view().slice(0, row..row + 1).unwrap().to_f32_vec().unwrap(), &[1, k]).unwrap();
+        for level in fir::exec::Level::available() {
+            let one = product(&Exec::cpu_with(level, 1).unwrap(), &alone, &w, DType::F32);
+            let all = product(&Exec::cpu_with(level, threads).unwrap(), &x, &w, DType::F32);
+            prop_assert_eq!(one.as_slice::<f32>().unwrap(), &all.as_slice::<f32>().unwrap()[row * n..][..n]);
+        }
+    }
+}
