@@ -22,7 +22,7 @@
 //!
 //! | module | holds |
 //! |---|---|
-//! | [`norm`] | the operators |
+//! | [`activation`], [`gemm`], [`norm`] | the operators |
 //! | [`exec`] | where they run: [`Exec`], CPU levels |
 //! | [`kv`] | page tables, pools of pages, ragged offsets |
 //! | [`plan`] | schedules: which worker does what |

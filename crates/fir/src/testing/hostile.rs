@@ -12,7 +12,7 @@ use std::sync::OnceLock;
 use crate::error::Result;
 use crate::exec::{Exec, Level};
 use crate::kv::{KvLayout, PageTable, PagedKv, Ragged, RaggedKv};
-use crate::ops::norm;
+use crate::ops::{activation, gemm, norm};
 use crate::tensor::{DType, Layout, TensorMut, TensorRef};
 
 type Target = fn(&Exec, &mut Bytes<'_>) -> Result<()>;
@@ -24,6 +24,11 @@ pub const TARGETS: &[(&str, Target)] = &[
     ("PagedKv", paged_kv),
     ("Ragged", ragged),
     ("norm::rms_norm", rms_norm),
+    ("norm::fused_add_rms_norm", fused_add_rms_norm),
+    ("norm::layer_norm_quant", layer_norm_quant),
+    ("norm::qk_rms_norm", qk_rms_norm),
+    ("activation", activation),
+    ("gemm", gemm),
 ];
 
 /// Reads a target and its arguments from `data` and calls it. Returns the target's index in [`TARGETS`], and what it
@@ -311,12 +316,65 @@ fn ragged(_: &Exec, b: &mut Bytes<'_>) -> Result<()> {
     RaggedKv::new(k.view()?, v.view()?, &ragged).map(drop)
 }
 
+/// `[tokens, hidden]` or `[tokens, heads, hidden]`.
+fn rows(b: &mut Bytes<'_>, hidden: usize) -> Vec<usize> {
+    if b.byte() < 128 { vec![b.size(), hidden] } else { vec![b.size() % 8, b.size() % 8, hidden] }
+}
+
 fn rms_norm(exec: &Exec, b: &mut Bytes<'_>) -> Result<()> {
     let (dtype, weight_dtype, hidden) = (b.float(), b.float(), b.size());
-    let shape = if b.byte() < 128 { vec![b.size(), hidden] } else { vec![b.size() % 8, b.size() % 8, hidden] };
-    let (x, weight) = (b.tensor(dtype, &shape), b.tensor(weight_dtype, &[hidden]));
-    let mut out = b.tensor(dtype, &shape);
+    let shape = rows(b, hidden);
+    let (x, weight, mut out) = (b.tensor(dtype, &shape), b.tensor(weight_dtype, &[hidden]), b.tensor(dtype, &shape));
     let result = norm::rms_norm(exec, x.view()?, weight.view()?, b.f32(), out.view_mut()?);
+    out.assert_only_elements_written();
+    result
+}
+
+fn fused_add_rms_norm(exec: &Exec, b: &mut Bytes<'_>) -> Result<()> {
+    let (dtype, hidden) = (b.float(), b.size());
+    let shape = rows(b, hidden);
+    let (mut x, mut residual, weight) = (b.tensor(dtype, &shape), b.tensor(dtype, &shape), b.tensor(dtype, &[hidden]));
+    let result = norm::fused_add_rms_norm(exec, x.view_mut()?, residual.view_mut()?, weight.view()?, b.f32());
+    x.assert_only_elements_written();
+    residual.assert_only_elements_written();
+    result
+}
+
+fn layer_norm_quant(exec: &Exec, b: &mut Bytes<'_>) -> Result<()> {
+    let (dtype, hidden) = (b.float(), b.size());
+    let shape = rows(b, hidden);
+    let (x, gamma, beta) = (b.tensor(dtype, &shape), b.tensor(dtype, &[hidden]), b.tensor(DType::F32, &[hidden]));
+    let fp8 = [DType::E4M3, DType::E5M2][b.below(2)];
+    let mut out = b.tensor(fp8, &shape);
+    let (scale, eps) = (b.f32(), b.f32());
+    let result = norm::layer_norm_quant(exec, x.view()?, gamma.view()?, beta.view()?, scale, eps, out.view_mut()?);
+    out.assert_only_elements_written();
+    result
+}
+
+fn qk_rms_norm(exec: &Exec, b: &mut Bytes<'_>) -> Result<()> {
+    let (dtype, tokens, dim) = (b.float(), b.size(), b.size());
+    let (mut q, mut k) = (b.tensor(dtype, &[tokens, 4, dim]), b.tensor(dtype, &[tokens, 2, dim]));
+    let (qw, kw) = (b.tensor(dtype, &[dim]), b.tensor(DType::F32, &[dim]));
+    let result = norm::qk_rms_norm(exec, q.view_mut()?, k.view_mut()?, qw.view()?, kw.view()?, b.f32());
+    q.assert_only_elements_written();
+    k.assert_only_elements_written();
+    result
+}
+
+fn activation(exec: &Exec, b: &mut Bytes<'_>) -> Result<()> {
+    let op = [activation::silu_and_mul, activation::gelu_and_mul, activation::gelu_tanh_and_mul][b.below(3)];
+    let (dtype, tokens, d) = (b.float(), b.size(), b.size());
+    let (x, mut out) = (b.tensor(dtype, &[tokens, d.wrapping_mul(2)]), b.tensor(dtype, &[tokens, d]));
+    let result = op(exec, x.view()?, out.view_mut()?);
+    out.assert_only_elements_written();
+    result
+}
+
+fn gemm(exec: &Exec, b: &mut Bytes<'_>) -> Result<()> {
+    let (dtype, m, n, k) = (b.float(), b.size(), b.size(), b.size());
+    let (x, w, mut out) = (b.tensor(dtype, &[m, k]), b.tensor(dtype, &[n, k]), b.tensor(dtype, &[m, n]));
+    let result = gemm::gemm(exec, x.view()?, w.view()?, out.view_mut()?);
     out.assert_only_elements_written();
     result
 }
