@@ -1,4 +1,46 @@
-//! fir
+//! Attention over paged, ragged and sparse KV caches, with the token operators around it.
+//!
+//! An operator is a function: the executor first, then inputs, scalars, and the output last, in memory of yours.
+//!
+//! ```
+//! use fir::{Exec, TensorMut, TensorRef, norm};
+//!
+//! let exec = Exec::cpu()?;
+//! let (x, weight, mut out) = ([3.0f32, 4.0], [1.0f32; 2], [0f32; 2]);
+//! norm::rms_norm(
+//!     &exec,
+//!     TensorRef::new(&x, &[1, 2])?,
+//!     TensorRef::new(&weight, &[2])?,
+//!     0.0,
+//!     TensorMut::new(&mut out, &[1, 2])?,
+//! )?;
+//! assert!((out[0] / out[1] - 0.75).abs() < 1e-6);
+//! # Ok::<(), fir::Error>(())
+//! ```
+//!
+//! # Map
+//!
+//! | module | holds |
+//! |---|---|
+//! | [`activation`], [`gemm`], [`norm`] | the operators |
+//! | [`exec`] | where they run: [`Exec`], CPU levels |
+//! | [`kv`] | page tables, pools of pages, ragged offsets |
+//! | [`plan`] | schedules: which worker does what |
+//! | [`tensor`] | element types, shapes and strides, owned and borrowed tensors |
+//! | [`mod@reference`] | every operator in plain f64 loops: the definition of right |
+//! | [`error`] | the one [`Error`] |
+//! | [`mod@env`] | every environment variable |
+//! | `testing` | generators, the comparer, hostile arguments |
+//!
+//! Nouns are at the root ([`Tensor`], [`Exec`], [`Error`]), verbs in their modules ([`norm::rms_norm`]).
+//!
+//! # Features
+//!
+//! | feature | default | what |
+//! |---|---|---|
+//! | `testing` | no | the module `testing`, for tests of crates built on this one |
+//!
+//! Instruction sets and element types are no features: every build has them all, and the CPU decides when it runs.
 #![deny(unsafe_code)]
 
 mod cpu;

@@ -1,1 +1,66 @@
-fn main() {}
+//! Developer commands, as `cargo xtask COMMAND`. `test` is the whole CI.
+#![forbid(unsafe_code)]
+#![allow(clippy::print_stdout, reason = "a command line tool speaks on stdout")]
+
+mod bench;
+mod deny;
+mod nightly;
+mod step;
+mod test;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+/// Developer commands of the fir workspace.
+#[derive(Parser)]
+#[command(name = "cargo xtask")]
+enum Command {
+    /// Everything CI checks: format, lints, tests, docs, features, examples, benches, the demo, licences.
+    Test,
+    /// Licences, bans, sources and advisories of the dependencies.
+    Deny,
+    /// Runs the benches of one operator, or of all.
+    Bench {
+        /// Name of its file, such as `norm`.
+        op: Option<String>,
+        /// Writes the results into docs/bench/cpu.md.
+        #[arg(long)]
+        update: bool,
+    },
+    /// Fuzzes the public API under the address sanitizer (nightly).
+    Fuzz {
+        /// How long.
+        #[arg(default_value_t = 10)]
+        minutes: u64,
+    },
+    /// Runs the unit tests of the unsafe code under Miri (nightly).
+    Miri,
+    /// Runs all tests under the address sanitizer (nightly).
+    Asan,
+    /// Prints the size of every part of the library beside its budget.
+    Lines,
+}
+
+fn main() -> ExitCode {
+    match run(Command::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(e) => {
+            println!("error: {e:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(command: Command) -> anyhow::Result<()> {
+    std::env::set_current_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))?;
+    match command {
+        Command::Test => test::run(),
+        Command::Deny => deny::run(),
+        Command::Bench { op, update } => bench::run(op.as_deref(), update),
+        Command::Fuzz { minutes } => nightly::fuzz(minutes),
+        Command::Miri => nightly::miri(),
+        Command::Asan => nightly::asan(),
+        Command::Lines => step::cargo("test -q -p fir-infer --test it sources::sizes_stay -- --nocapture").run(),
+    }
+}

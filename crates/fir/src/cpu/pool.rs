@@ -278,7 +278,12 @@ impl<'a, T: Element> RowsMut<'a, T> {
     }
 
     /// Cuts into at most `parts` values of equal numbers of rows.
+    /// Cuts into at most `parts` values of equal numbers of rows; into none if rows have no elements (they need no
+    /// memory, so there may be 2^64 of them).
     pub(crate) fn split(self, parts: usize) -> Vec<Self> {
+        if self.row == 0 {
+            return Vec::new();
+        }
         let Range { start: first, end } = self.range;
         let each = (end - first).div_ceil(parts.max(1)).max(1);
         (first..end).step_by(each).map(|r| Self { range: r..end.min(r + each), life: PhantomData, ..self }).collect()

@@ -179,6 +179,15 @@ pub(crate) fn narrow<V: Vector, T: Lane>(v: V, x: &[f32], out: &mut [T]) {
 
 /// A vector-sized parameter (a norm's weight, say) of any float type, as f32; borrowed where it is that already.
 pub(crate) fn widened<'a>(op: &'static str, arg: &'static str, x: TensorRef<'a>) -> Result<Cow<'a, [f32]>> {
+    // A stride of 0 could claim 2^60 elements; without it there are no more than the memory behind `x` holds.
+    if x.layout().may_alias() {
+        return Err(Error::layout(
+            op,
+            arg,
+            format!("strides {:?}", x.strides()),
+            "strides that reach no element twice",
+        ));
+    }
     if !x.layout().is_contiguous() && matches!(x.dtype(), DType::F32 | DType::F16 | DType::BF16) {
         return x.to_f32_vec().map(Cow::Owned);
     }

@@ -254,6 +254,7 @@ impl<'a> TensorRef<'a> {
     pub fn slice(self, axis: usize, range: Range<usize>) -> Result<Self> {
         check_range(&self.layout, axis, &range)?;
         let start = start_of(&self.layout, axis, range.start, self.dtype, self.bytes.len());
+        let start = range.start.saturating_mul(self.layout.strides()[axis]).saturating_mul(self.dtype.size());
         let layout = self.layout.narrow(axis, range.len());
         Ok(Self { bytes: &self.bytes[start..], layout, ..self })
     }
@@ -403,6 +404,7 @@ impl<'a> TensorMut<'a> {
     pub fn slice(self, axis: usize, range: Range<usize>) -> Result<Self> {
         check_range(&self.layout, axis, &range)?;
         let start = start_of(&self.layout, axis, range.start, self.dtype, self.bytes.len());
+        let start = range.start.saturating_mul(self.layout.strides()[axis]).saturating_mul(self.dtype.size());
         let layout = self.layout.narrow(axis, range.len());
         Ok(Self { bytes: &mut self.bytes[start..], layout, dtype: self.dtype })
     }
@@ -535,6 +537,15 @@ mod tests {
         assert_eq!(t.slice(0, 2..2).unwrap().to_f32_vec().unwrap(), []);
         let t = TensorRef::strided(&data, &[1, 2], &[usize::MAX, 1]).unwrap();
         assert_eq!(t.slice(0, 1..1).unwrap().to_f32_vec().unwrap(), []);
+    }
+
+    #[test]
+    fn empty_slices_may_start_anywhere() {
+        let data = [0f32; 5];
+        let t = TensorRef::strided(&data, &[2, 1], &[4, 9]).unwrap();
+        assert_eq!(t.slice(0, 2..2).unwrap().to_f32_vec().unwrap(), []);
+        let t = TensorRef::strided(&data, &[0, 3], &[1, usize::MAX]).unwrap();
+        assert_eq!(t.slice(1, 2..3).unwrap().to_f32_vec().unwrap(), []);
     }
 
     #[test]

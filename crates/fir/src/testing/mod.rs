@@ -1,8 +1,9 @@
-//! Generators and comparers, for the tests of this crate and of those built on it (feature `testing`).
+#![doc = include_str!("../../docs/testing.md")]
 
 mod compare;
 mod generate;
 mod variant;
+pub mod hostile;
 
 pub use self::{
     compare::{Compare, compare},

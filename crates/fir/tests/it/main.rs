@@ -3,11 +3,15 @@
 mod activation;
 mod attention;
 mod gemm;
+mod hostile;
+mod layers;
+mod matrix;
 mod norm;
 mod page;
 mod rope;
 mod sampling;
 mod speculative;
+mod sources;
 mod support;
 mod topk;
 mod variant;

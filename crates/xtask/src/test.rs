@@ -1,0 +1,114 @@
+//! `cargo xtask test`: the whole CI. Each step is announced; the first failure ends it.
+
+use std::time::Instant;
+
+use anyhow::{Result, bail};
+
+use crate::deny;
+use crate::step::{Step, cargo, rust_files};
+
+/// Results of all the test binaries run so far.
+#[derive(Default)]
+struct Tally {
+    passed: u64,
+    failed: u64,
+    ignored: u64,
+}
+
+enum Action {
+    Run(Step),
+    /// A test run, whose results are added up.
+    Count(Step),
+    Deny,
+}
+
+/// The steps, cheapest and most often broken first.
+///
+/// Examples and benches run in the test profile, so that the library is compiled once for all of them.
+fn steps() -> Result<Vec<(String, Action)>> {
+    use Action::{Count, Deny, Run};
+    let docs = cargo("doc --quiet --workspace --no-deps --all-features").env("RUSTDOCFLAGS", "-D warnings");
+    let mut steps = vec![
+        ("format", Run(cargo("fmt --all --check"))),
+        ("lints", Run(cargo("clippy --workspace --all-targets --all-features -- -D warnings"))),
+        ("no features", Run(cargo("clippy -p fir-infer --no-default-features -- -D warnings"))),
+        ("default features", Run(cargo("clippy -p fir-infer -- -D warnings"))),
+        ("docs", Run(docs)),
+        ("tests", Count(cargo("test --workspace --all-features --no-fail-fast"))),
+        ("benches, checked but not timed", Run(cargo("test --quiet -p fir-infer --all-features --benches"))),
+    ];
+    let examples = rust_files("crates/fir/examples")?;
+    for example in &examples {
+        let run = format!("run --quiet --profile test -p fir-infer --all-features --example {example}");
+        steps.push((example, Run(cargo(&run))));
+    }
+    steps.push(("demo", Run(cargo("run --release -- demo --quick"))));
+    steps.push(("dependencies", Deny));
+    Ok(steps.into_iter().map(|(name, action)| (name.to_owned(), action)).collect())
+}
+
+pub(crate) fn run() -> Result<()> {
+    let (begin, mut tally) = (Instant::now(), Tally::default());
+    let steps = steps()?;
+    let count = steps.len();
+    for (i, (name, action)) in steps.into_iter().enumerate() {
+        println!("\n== {}/{count} {name}", i + 1);
+        let start = Instant::now();
+        let result = match action {
+            Action::Run(step) => step.run(),
+            Action::Count(step) => counted(step, &mut tally),
+            Action::Deny => deny::run(),
+        };
+        println!("== {} after {:.1} s", if result.is_ok() { "ok" } else { "FAILED" }, start.elapsed().as_secs_f64());
+        if let Err(e) = result {
+            println!(
+                "\n{} passed, {} failed, {} ignored; stopped at `{name}`",
+                tally.passed, tally.failed, tally.ignored
+            );
+            return Err(e);
+        }
+    }
+    println!(
+        "\nall {count} steps ok in {:.0} s\n{} passed, {} failed, {} ignored",
+        begin.elapsed().as_secs_f64(),
+        tally.passed,
+        tally.failed,
+        tally.ignored
+    );
+    Ok(())
+}
+
+/// Runs tests and adds their results to `tally`.
+fn counted(step: Step, tally: &mut Tally) -> Result<()> {
+    let failed = tally.failed;
+    let ok = step.watch(|line| {
+        if let Some((passed, failed, ignored)) = results(line) {
+            tally.passed += passed;
+            tally.failed += failed;
+            tally.ignored += ignored;
+        }
+    })?;
+    if !ok {
+        bail!("tests: {} failed", tally.failed - failed);
+    }
+    Ok(())
+}
+
+/// The numbers of passed, failed and ignored tests in a test binary's closing line.
+fn results(line: &str) -> Option<(u64, u64, u64)> {
+    let (_, counts) = line.strip_prefix("test result: ")?.split_once(". ")?;
+    let count = |what: &str| counts.split("; ").find_map(|part| part.strip_suffix(what)?.trim().parse().ok());
+    Some((count(" passed")?, count(" failed")?, count(" ignored")?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn closing_lines_are_read() {
+        let line = "test result: FAILED. 12 passed; 1 failed; 3 ignored; 0 measured; 2 filtered out; finished in 0.09s";
+        assert_eq!(results(line), Some((12, 1, 3)));
+        assert_eq!(results("test norm::rms_norm ... ok"), None);
+    }
+}
