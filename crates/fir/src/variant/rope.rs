@@ -63,7 +63,7 @@ impl Rope {
             return Some(("scale", self.scale.to_string(), POSITIVE));
         }
         if let Some(d) = self.rotary_dim
-            && (d == 0 || d % 2 != 0)
+            && (d == 0 || !d.is_multiple_of(2))
         {
             return Some(("rotary_dim", d.to_string(), "an even number above 0"));
         }
@@ -83,7 +83,7 @@ impl Rope {
     /// How many elements of a head of `head_dim` rotate; the reason when it does not fit.
     pub(crate) fn rotated(&self, head_dim: usize) -> Result<usize, String> {
         let dim = self.rotary_dim.unwrap_or(head_dim);
-        if dim % 2 != 0 || dim > head_dim {
+        if !dim.is_multiple_of(2) || dim > head_dim {
             return Err(format!("rotary_dim even and at most the head's {head_dim}"));
         }
         Ok(dim)
