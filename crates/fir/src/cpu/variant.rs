@@ -66,8 +66,11 @@ pub(crate) fn logits<V: Vector>(
 /// The logit a row starts with: `m = logit, d = 1, o = 0`. `None` when it starts empty.
 #[inline]
 pub(crate) fn init(p: &RowProgram, bound: &Bound<'_>, ctx: &RowCtx, regs: &mut Registers) -> Option<f32> {
-    let e = p.variant.0.init.as_ref()?;
+    if !p.has_init() {
+        return None;
+    }
     regs.prepare(p);
+    let e = p.variant.0.init.as_ref()?;
     steps(&p.variant, &e.order, &Env::new(bound, ctx), &mut regs.once);
     Some(regs.once[e.root as usize].f())
 }

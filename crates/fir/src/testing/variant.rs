@@ -359,10 +359,10 @@ impl Real for Approx {
         match op {
             Unary::Neg => Self { x: -x, err },
             Unary::Abs => Self { x: x.abs(), err },
-            Unary::Tanh => Self::rounded(x.tanh(), err, 4.0),
-            Unary::Exp => Self::rounded(x.exp(), x.exp() * err.exp_m1(), 3.0 + x.abs() + err),
+            Unary::Tanh => Self::rounded(x.tanh(), err, 3.0),
+            Unary::Exp => Self::rounded(x.exp(), x.exp() * err.exp_m1(), 2.0),
             Unary::Log => Self::rounded(x.ln(), if err < x { -(-err / x).ln_1p() } else { f64::INFINITY }, 1.0),
-            Unary::Sigmoid => Self::rounded(1.0 / (1.0 + (-x).exp()), err / 4.0, 4.0 + x.abs() + err),
+            Unary::Sigmoid => Self::rounded(1.0 / (1.0 + (-x).exp()), err / 4.0, 3.0),
             Unary::Sqrt => {
                 let slope = if err < x { err / (x - err).sqrt() } else { f64::INFINITY };
                 Self::rounded(x.sqrt(), slope.min(err.sqrt()), 1.0)

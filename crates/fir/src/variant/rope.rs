@@ -63,7 +63,7 @@ impl Rope {
             return Some(("scale", self.scale.to_string(), POSITIVE));
         }
         if let Some(d) = self.rotary_dim
-            && (d == 0 || d % 2 != 0)
+            && (d == 0 || !d.is_multiple_of(2))
         {
             return Some(("rotary_dim", d.to_string(), "an even number above 0"));
         }
