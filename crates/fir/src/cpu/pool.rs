@@ -277,7 +277,6 @@ impl<'a, T: Element> RowsMut<'a, T> {
         rows.into_iter().map(next).collect()
     }
 
-    /// Cuts into at most `parts` values of equal numbers of rows.
     /// Cuts into at most `parts` values of equal numbers of rows; into none if rows have no elements (they need no
     /// memory, so there may be 2^64 of them).
     pub(crate) fn split(self, parts: usize) -> Vec<Self> {

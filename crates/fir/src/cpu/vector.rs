@@ -53,7 +53,6 @@ pub(crate) trait Vector: Copy + Send + Sync + 'static {
     fn abs(self, a: Self::F) -> Self::F;
     /// `|a|` with the sign of `sign`, zeros and NaN included.
     fn copysign(self, a: Self::F, sign: Self::F) -> Self::F;
-    fn sqrt(self, a: Self::F) -> Self::F;
     /// Nearest integer, ties to even.
     fn round(self, a: Self::F) -> Self::F;
     /// `2^n` for integral `n` in `-126..=127`; anything for other inputs.

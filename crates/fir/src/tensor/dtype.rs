@@ -171,12 +171,6 @@ impl E8m0 {
 fn round_to<const EXP: u32, const MAN: u32>(x: f32) -> u32 {
     let bias = (1u32 << (EXP - 1)) - 1;
     let bits = x.to_bits() & 0x7fff_ffff;
-    let exp = (bits >> 23) as i32 - 127;
-    if exp < 1 - bias {
-        // Subnormal: multiples of 2^(1 - bias - MAN). The scaling is exact, and so is the rounding.
-        let scaled = f32::from_bits(bits) * f32::from_bits((127 + bias - 1 + MAN as i32) as u32 * (1 << 23));
-        return scaled.round_ties_even() as u32;
-    }
     // Subnormal: multiples of 2^(1 - bias - MAN), the last place of this number, so adding it rounds to them.
     let shifter = (127 + 24 - bias - MAN) << 23;
     let subnormal = (f32::from_bits(bits) + f32::from_bits(shifter)).to_bits().wrapping_sub(shifter);

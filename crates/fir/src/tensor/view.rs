@@ -245,16 +245,10 @@ impl<'a> TensorRef<'a> {
         self.layout.strides()
     }
 
-    /// The memory from the first element on.
-    pub(crate) fn bytes(&self) -> &'a [u8] {
-        self.bytes
-    }
-
     /// The entries `range` of `axis`.
     pub fn slice(self, axis: usize, range: Range<usize>) -> Result<Self> {
         check_range(&self.layout, axis, &range)?;
         let start = start_of(&self.layout, axis, range.start, self.dtype, self.bytes.len());
-        let start = range.start.saturating_mul(self.layout.strides()[axis]).saturating_mul(self.dtype.size());
         let layout = self.layout.narrow(axis, range.len());
         Ok(Self { bytes: &self.bytes[start..], layout, ..self })
     }
@@ -404,7 +398,6 @@ impl<'a> TensorMut<'a> {
     pub fn slice(self, axis: usize, range: Range<usize>) -> Result<Self> {
         check_range(&self.layout, axis, &range)?;
         let start = start_of(&self.layout, axis, range.start, self.dtype, self.bytes.len());
-        let start = range.start.saturating_mul(self.layout.strides()[axis]).saturating_mul(self.dtype.size());
         let layout = self.layout.narrow(axis, range.len());
         Ok(Self { bytes: &mut self.bytes[start..], layout, dtype: self.dtype })
     }
@@ -561,7 +554,7 @@ mod tests {
     #[test]
     fn owned_memory_is_aligned_to_a_cache_line() {
         let t = Tensor::from_f32(DType::BF16, &[1.0, -2.5, 3.0], &[3]).unwrap();
-        assert_eq!(t.view().bytes().as_ptr() as usize % 64, 0);
+        assert_eq!(t.view().bytes.as_ptr() as usize % 64, 0);
         assert_eq!(t.view().to_f32_vec().unwrap(), [1.0, -2.5, 3.0]);
         assert!(t.as_slice::<f32>().is_err());
     }

@@ -2,8 +2,8 @@
 
 mod compare;
 mod generate;
-mod variant;
 pub mod hostile;
+mod variant;
 
 pub use self::{
     compare::{Compare, compare},

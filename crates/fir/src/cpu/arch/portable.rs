@@ -108,10 +108,6 @@ impl Vector for Portable {
         map2(a, sign, f32::copysign)
     }
     #[inline(always)]
-    fn sqrt(self, a: F) -> F {
-        a.map(f32::sqrt)
-    }
-    #[inline(always)]
     fn round(self, a: F) -> F {
         // 1.5 * 2^23 pushes the fraction out of the mantissa, ties to even; right for |a| < 2^22, and larger
         // values are integers already or far outside what the callers' polynomials take.

@@ -196,10 +196,6 @@ impl Vector for Avx2 {
         })
     }
     #[inline(always)]
-    fn sqrt(self, a: __m256) -> __m256 {
-        with!(self, _mm256_sqrt_ps(a))
-    }
-    #[inline(always)]
     fn round(self, a: __m256) -> __m256 {
         with!(self, _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(a))
     }
@@ -392,10 +388,6 @@ impl Vector for Avx512 {
             let (a, sign, bit) = (_mm512_castps_si512(a), _mm512_castps_si512(sign), _mm512_set1_epi32(i32::MIN));
             _mm512_castsi512_ps(_mm512_ternarylogic_epi32::<0xd8>(a, sign, bit))
         })
-    }
-    #[inline(always)]
-    fn sqrt(self, a: __m512) -> __m512 {
-        with!(self, _mm512_sqrt_ps(a))
     }
     #[inline(always)]
     fn round(self, a: __m512) -> __m512 {

@@ -313,7 +313,6 @@ fn block_of(launch: &Launch<'_>, item: &Item) -> Block {
 #[inline(always)]
 fn load_query<V: Vector>(v: V, launch: &Launch<'_>, ctx: &RowCtx, token: usize, q: &mut [f32], regs: &mut Registers) {
     let qo_head = ctx.qo_head as usize;
-    let base = if launch.program.has_logits() || !launch.program.softmax() { 1.0 } else { std::f32::consts::LOG2_E };
     let mut from = 0;
     for (part, _) in launch.q {
         part.widen_row(v, [0, token, qo_head], &mut q[from..]);
