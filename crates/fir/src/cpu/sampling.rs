@@ -130,8 +130,8 @@ impl Kernel for SampleRows<'_> {
                 u: rng.uniform(r, 0),
             };
             *out = match kind {
-                Kind::Probs => row.from_probs(v, x, s),
-                Kind::Logits => row.from_logits(v, x, filters.temperature.get(r), &mut weights, s),
+                Kind::Probs => row.token_of_probs(v, x, s),
+                Kind::Logits => row.token_of_logits(v, x, filters.temperature.get(r), &mut weights, s),
             };
         }
         (s.wide, s.weights) = (wide, weights);
@@ -149,7 +149,7 @@ struct Row {
 
 impl Row {
     #[inline(always)]
-    fn from_probs<V: Vector>(&self, v: V, x: &[f32], s: &mut Scratch) -> Option<u32> {
+    fn token_of_probs<V: Vector>(&self, v: V, x: &[f32], s: &mut Scratch) -> Option<u32> {
         let mass = block_sums(v, x, POSITIVE, &mut s.sums);
         if !mass.is_valid() {
             return None;
@@ -166,7 +166,7 @@ impl Row {
     }
 
     #[inline(always)]
-    fn from_logits<V: Vector>(
+    fn token_of_logits<V: Vector>(
         &self,
         v: V,
         x: &[f32],
