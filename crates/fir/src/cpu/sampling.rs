@@ -218,7 +218,7 @@ impl Row {
     fn draw<V: Vector>(&self, v: V, x: &[f32], mass: Mass, whole: f64, s: &mut Scratch) -> u32 {
         let mut cutoff = POSITIVE;
         if self.p < 1.0 {
-            cutoff = mass_cutoff(v, x, mass.max, f64::from(self.p) * whole, s);
+            cutoff = mass_cutoff(v, x, mass, f64::from(self.p) * whole, s);
         }
         cutoff = cutoff.max(fraction(mass.max, self.min_p));
         let mass = if cutoff > POSITIVE { block_sums(v, x, cutoff, &mut s.sums) } else { mass };
@@ -330,7 +330,7 @@ impl Kernel for Renorm<'_> {
             }
             let cutoff = match self.keep {
                 Keep::TopK(k) => kth_largest(v, x, k.get(r) as usize, s).max(POSITIVE),
-                Keep::TopP(p) if p.get(r) < 1.0 => mass_cutoff(v, x, mass.max, f64::from(p.get(r)) * mass.total, s),
+                Keep::TopP(p) if p.get(r) < 1.0 => mass_cutoff(v, x, mass, f64::from(p.get(r)) * mass.total, s),
                 Keep::TopP(_) => POSITIVE,
             };
             let total = block_sums(v, x, cutoff, &mut s.sums).total;

@@ -5,18 +5,18 @@
 //! * [`kth_largest`]: the k-th largest of the maxima of small groups is a lower bound, which few more than `k` elements
 //!   reach; a selection among those ends it.
 //! * [`mass_cutoff`]: the elements from 2⁻¹⁰ of the maximum up are copied out; in a language model's row they are few
-//!   and hold the cutoff. Then each pass measures what lies above four pivots and keeps the bracket that the wanted mass
-//!   falls into, down to neighbouring bit patterns; what is left is copied out once it is a quarter of what is read.
+//!   and hold the cutoff. Then each pass measures what lies above four pivots, chosen by a sample, and keeps the bracket that
+//!   the wanted mass falls into; what is left is copied out once it is a quarter of what is read.
 //!
 //! Sums are f32 within blocks of 512 elements and f64 across them, always in the same order.
 
+use std::ops::Range;
+
 use super::math::exp2;
-use super::rows::widen;
+use super::rows::{Rows, widen};
 use super::vector::Vector;
 use crate::error::Result;
 use crate::tensor::{DType, TensorRef, bf16, f16};
-
-use super::rows::Rows;
 
 /// The least positive f32: as a cutoff it lets every positive element pass.
 pub(crate) const POSITIVE: f32 = f32::from_bits(1);
@@ -370,45 +370,51 @@ fn group_maxima<V: Vector>(v: V, x: &[f32], size: usize, maxima: &mut Vec<f32>) 
 }
 
 /// The largest cutoff that leaves a mass of at least `target` (positive), out of the row's own positive elements; the
-/// smallest of them when rounding puts the target out of reach. `max` is the row's largest element.
+/// smallest of them when rounding puts the target out of reach. `mass` is the row's, and valid.
 #[inline(always)]
-pub(crate) fn mass_cutoff<V: Vector>(v: V, x: &[f32], max: f32, target: f64, s: &mut Scratch) -> f32 {
+pub(crate) fn mass_cutoff<V: Vector>(v: V, x: &[f32], mass: Mass, target: f64, s: &mut Scratch) -> f32 {
     // The bits of positive floats are in the floats' order. The cutoff is in `lo..hi`: `over`, the mass from `hi` up,
-    // is short of the target, the mass from `lo` up is not.
-    let (mut lo, mut hi, mut over) = (1u32, max.to_bits().saturating_add(1), 0.0);
+    // is short of the target; `under`, the mass from `lo` up, is not.
+    let (mut lo, mut hi) = (1u32, mass.max.to_bits().saturating_add(1));
+    let (mut under, mut over) = (mass.total, 0.0);
     // What the row (or the list, once there is one) has from `lo` and from `hi` up, and what the list left out.
     let (mut lo_count, mut hi_count, mut base) = (x.len(), 0, 0.0);
-    let mut listed = false;
-    let below_max = |e: u32| (max / (1u32 << e) as f32).to_bits().max(1);
-    if between(v, x, f32::from_bits(below_max(10)), f32::INFINITY, x.len() / 8, &mut s.list) {
-        let mut mass = 0.0;
+    let (mut listed, mut sampled) = (false, false);
+    let peak = (mass.max / 1024.0).max(POSITIVE);
+    if between(v, x, peak, f32::INFINITY, x.len() / 8, &mut s.list) {
+        let mut sum = 0.0;
         for &y in &s.list {
-            mass += f64::from(y);
+            sum += f64::from(y);
         }
-        if mass >= target {
-            (lo, lo_count, listed) = (below_max(10), s.list.len(), true);
+        if sum >= target {
+            (lo, lo_count, under, listed) = (peak.to_bits(), s.list.len(), sum, true);
         } else {
-            (hi, hi_count, over) = (below_max(10), s.list.len(), mass);
+            (hi, hi_count, over) = (peak.to_bits(), s.list.len(), sum);
         }
     }
-    let mut pivots = if hi == below_max(10) { [13, 16, 20, 25] } else { [2, 4, 6, 8] }.map(below_max);
     while lo_count - hi_count > FEW && hi - lo > 1 {
         let data = if listed { &*s.list } else { x };
+        // Every other time at fifths of the bracket, which bounds the number of passes whatever the row.
+        sampled = !sampled;
+        let pivots =
+            if sampled { pivots_by_sample(data, lo..hi, (target - over) / (under - over), &mut s.spare) } else { None };
+        let pivots = match pivots {
+            Some(pivots) => pivots,
+            None => [4u64, 3, 2, 1].map(|j| lo + (u64::from(hi - lo) * j / 5).max(1) as u32),
+        };
         let found = above(v, data, pivots.map(f32::from_bits));
-        for (pivot, (count, mass)) in pivots.into_iter().zip(found) {
-            if base + mass >= target {
-                (lo, lo_count) = (pivot, count);
+        for (pivot, (count, sum)) in pivots.into_iter().zip(found) {
+            if base + sum >= target {
+                (lo, lo_count, under) = (pivot, count, base + sum);
                 break;
             }
-            (hi, hi_count, over) = (pivot, count, base + mass);
+            (hi, hi_count, over) = (pivot, count, base + sum);
         }
         if (lo_count - hi_count) * 4 <= data.len() {
             between(v, data, f32::from_bits(lo), f32::from_bits(hi), usize::MAX, &mut s.spare);
             std::mem::swap(&mut s.list, &mut s.spare);
             (listed, base, lo_count, hi_count) = (true, over, s.list.len(), 0);
         }
-        let width = u64::from(hi - lo);
-        pivots = [4, 3, 2, 1].map(|j| lo + (width * j / 5).max(1) as u32);
     }
     if hi - lo <= 1 {
         return f32::from_bits(lo);
@@ -423,6 +429,30 @@ pub(crate) fn mass_cutoff<V: Vector>(v: V, x: &[f32], max: f32, target: f64, s: 
         }
     }
     s.spare.last().copied().unwrap_or(f32::from_bits(lo))
+}
+
+/// Four pivots in descending order around the place where the mass of a bracket's largest elements would reach `share`
+/// of the bracket's mass, by a sample of 256: 8 and 32 sampled elements to each side, once and four times the error
+/// to be expected of the place. `None` when the sample has too few elements of the bracket.
+fn pivots_by_sample(x: &[f32], bracket: Range<u32>, share: f64, sample: &mut Vec<f32>) -> Option<[u32; 4]> {
+    sample.clear();
+    for &y in x.iter().step_by(x.len().div_ceil(256).max(1)) {
+        if y > 0.0 && bracket.contains(&y.to_bits()) {
+            sample.push(y);
+        }
+    }
+    if sample.len() < 32 {
+        return None;
+    }
+    sample.sort_unstable_by(|a, b| b.total_cmp(a));
+    let mut left = share * sample.iter().map(|&y| f64::from(y)).sum::<f64>();
+    let mut at = 0;
+    while at + 1 < sample.len() && left > f64::from(sample[at]) {
+        left -= f64::from(sample[at]);
+        at += 1;
+    }
+    let place = |i: usize| sample[i.min(sample.len() - 1)].to_bits().clamp(bracket.start + 1, bracket.end - 1);
+    Some([place(at.saturating_sub(32)), place(at.saturating_sub(8)), place(at + 8), place(at + 32)])
 }
 
 /// Number and sum of the elements from each pivot (a positive number) up.
