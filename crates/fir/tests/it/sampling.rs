@@ -382,8 +382,20 @@ fn large_and_flat_rows_keep_the_right_sets() {
     let wide: Vec<f32> = (0..vocab).map(|_| 2f32.powf(-100.0 * rng.uniform())).collect();
     let mut peak = vec![1e-7f32; vocab];
     peak[vocab - 1] = 0.9;
+    let sparse: Vec<f32> = (0..vocab).map(|i| if i % 97 == 5 { rng.uniform().powi(9) } else { 0.0 }).collect();
+    let steps: Vec<f32> = (0..vocab).map(|i| [1.0, 1e-3, 1e-6][i * i % 7 % 3]).collect();
+    let signed: Vec<f32> = (0..vocab).map(|_| rng.normal().powi(5)).collect();
     every_exec(|exec| {
-        for (name, x) in [("flat", &flat), ("equal", &equal), ("tiny", &tiny), ("wide", &wide), ("peak", &peak)] {
+        for (name, x) in [
+            ("flat", &flat),
+            ("equal", &equal),
+            ("tiny", &tiny),
+            ("wide", &wide),
+            ("peak", &peak),
+            ("sparse", &sparse),
+            ("steps", &steps),
+            ("signed", &signed),
+        ] {
             let mut out = Tensor::zeros(DType::F32, &[1, vocab]).unwrap();
             for k in [1, 50, 3000, 30_000, 39_999] {
                 sampling::top_k_renorm(exec, rows(x, vocab), k.into(), out.view_mut()).unwrap();
