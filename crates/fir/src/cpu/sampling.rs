@@ -130,8 +130,8 @@ impl Kernel for SampleRows<'_> {
                 u: rng.uniform(r, 0),
             };
             *out = match kind {
-                Kind::Probs => row.from_probs(v, x, s),
-                Kind::Logits => row.from_logits(v, x, filters.temperature.get(r), &mut weights, s),
+                Kind::Probs => row.token_of_probs(v, x, s),
+                Kind::Logits => row.token_of_logits(v, x, filters.temperature.get(r), &mut weights, s),
             };
         }
         (s.wide, s.weights) = (wide, weights);
@@ -149,24 +149,24 @@ struct Row {
 
 impl Row {
     #[inline(always)]
-    fn from_probs<V: Vector>(&self, v: V, x: &[f32], s: &mut Scratch) -> Option<u32> {
+    fn token_of_probs<V: Vector>(&self, v: V, x: &[f32], s: &mut Scratch) -> Option<u32> {
         let mass = block_sums(v, x, POSITIVE, &mut s.sums);
         if !mass.is_valid() {
             return None;
         }
-        let mut cutoff = POSITIVE;
-        let mut whole = mass.total;
-        if self.k < x.len() {
-            cutoff = kth_largest(v, x, self.k, s).max(POSITIVE);
-            if self.p < 1.0 && self.order == FilterOrder::TopKFirst {
-                whole = block_sums(v, x, cutoff, &mut s.sums).total;
-            }
+        if self.k >= x.len() {
+            return Some(self.draw(v, x, mass, mass.total, s));
         }
-        Some(self.draw(v, x, mass, cutoff, whole, s))
+        let kept = self.keep_top_k(v, x, s);
+        let passed = block_sums(v, &kept, POSITIVE, &mut s.sums);
+        let whole = if self.order == FilterOrder::TopKFirst { passed.total } else { mass.total };
+        let drawn = self.draw(v, &kept, passed, whole, s);
+        s.kept = kept;
+        Some(s.ids[drawn as usize])
     }
 
     #[inline(always)]
-    fn from_logits<V: Vector>(
+    fn token_of_logits<V: Vector>(
         &self,
         v: V,
         x: &[f32],
@@ -174,31 +174,51 @@ impl Row {
         weights: &mut Vec<f32>,
         s: &mut Scratch,
     ) -> Option<u32> {
-        let max = row_max(v, x);
+        let (max, scale) = (row_max(v, x), log2_scale(temperature));
         if max == f32::NEG_INFINITY {
             return None;
         }
         if temperature == 0.0 {
             return if has_nan(x) { None } else { Some(first_of(v, x, max) as u32) };
         }
-        // By the logits and not by their weights: different logits may have equal weights.
-        let cutoff = kth_largest(v, x, self.k, s);
         weights.resize(x.len(), 0.0);
-        let whole = weigh(v, x, max, log2_scale(temperature), cutoff, weights);
-        let mass = block_sums(v, weights, POSITIVE, &mut s.sums);
-        if !mass.is_valid() {
+        if self.k >= x.len() {
+            weigh(v, x, max, scale, weights);
+            let mass = block_sums(v, weights, POSITIVE, &mut s.sums);
+            return if mass.is_valid() { Some(self.draw(v, weights, mass, mass.total, s)) } else { None };
+        }
+        // Only what passes is weighed, but for the whole mass where that is asked for.
+        let all = if self.order == FilterOrder::Joint { Some(weigh(v, x, max, scale, weights)) } else { None };
+        if has_nan(x) {
             return None;
         }
-        let whole = if self.order == FilterOrder::TopKFirst { mass.total } else { whole };
-        Some(self.draw(v, weights, mass, POSITIVE, whole, s))
+        let kept = self.keep_top_k(v, x, s);
+        weights.truncate(kept.len());
+        weigh(v, &kept, max, scale, weights);
+        s.kept = kept;
+        let mass = block_sums(v, weights, POSITIVE, &mut s.sums);
+        let drawn = self.draw(v, weights, mass, all.unwrap_or(mass.total), s);
+        Some(s.ids[drawn as usize])
     }
 
-    /// Draws from the elements of `x` that reach `cutoff` and pass the filters by mass. `mass` is that of all positive
-    /// elements, the last that `s.sums` was filled for unless `cutoff` was raised, and `whole` what `p` is a share of.
+    /// The elements that pass `k`, in order, with their places in `s.ids`. To be put back into `s.kept`.
     #[inline(always)]
-    fn draw<V: Vector>(&self, v: V, x: &[f32], mass: Mass, mut cutoff: f32, whole: f64, s: &mut Scratch) -> u32 {
+    fn keep_top_k<V: Vector>(&self, v: V, x: &[f32], s: &mut Scratch) -> Vec<f32> {
+        let cutoff = kth_largest(v, x, self.k, s);
+        let mut kept = std::mem::take(&mut s.kept);
+        kept.clear();
+        s.ids.retain(|&i| x[i as usize] >= cutoff);
+        kept.extend(s.ids.iter().map(|&i| x[i as usize]));
+        kept
+    }
+
+    /// Draws from the elements of `x` that pass the filters by mass. `mass`, a valid one, is that of all positive
+    /// elements, which `s.sums` was filled for last, and `whole` is what `p` is a share of.
+    #[inline(always)]
+    fn draw<V: Vector>(&self, v: V, x: &[f32], mass: Mass, whole: f64, s: &mut Scratch) -> u32 {
+        let mut cutoff = POSITIVE;
         if self.p < 1.0 {
-            cutoff = cutoff.max(mass_cutoff(v, x, mass.max, f64::from(self.p) * whole, s));
+            cutoff = mass_cutoff(v, x, mass, f64::from(self.p) * whole, s);
         }
         cutoff = cutoff.max(fraction(mass.max, self.min_p));
         let mass = if cutoff > POSITIVE { block_sums(v, x, cutoff, &mut s.sums) } else { mass };
@@ -253,7 +273,7 @@ impl Kernel for Softmax<'_> {
                 out.fill(0.0);
                 out[first_of(v, x, max)] = 1.0;
             } else {
-                let total = weigh(v, x, max, log2_scale(temperature), f32::NEG_INFINITY, out);
+                let total = weigh(v, x, max, log2_scale(temperature), out);
                 // The largest weight is 1, so the total is 1 or more; NaN makes every element NaN.
                 let inverse = v.splat((1.0 / total) as f32);
                 let full = out.len() / V::LANES * V::LANES;
@@ -310,7 +330,7 @@ impl Kernel for Renorm<'_> {
             }
             let cutoff = match self.keep {
                 Keep::TopK(k) => kth_largest(v, x, k.get(r) as usize, s).max(POSITIVE),
-                Keep::TopP(p) if p.get(r) < 1.0 => mass_cutoff(v, x, mass.max, f64::from(p.get(r)) * mass.total, s),
+                Keep::TopP(p) if p.get(r) < 1.0 => mass_cutoff(v, x, mass, f64::from(p.get(r)) * mass.total, s),
                 Keep::TopP(_) => POSITIVE,
             };
             let total = block_sums(v, x, cutoff, &mut s.sums).total;

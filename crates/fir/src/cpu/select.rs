@@ -2,27 +2,31 @@
 //!
 //! A filter becomes one number, a *cutoff*: elements at least as large pass. Its two searches are linear in the row:
 //!
-//! * [`kth_largest`]: the k-th largest of the maxima of short blocks is a lower bound, which few more than `k` elements
+//! * [`kth_largest`]: the k-th largest of the maxima of small groups is a lower bound, which few more than `k` elements
 //!   reach; a selection among those ends it.
-//! * [`mass_cutoff`]: each pass measures what lies above four pivots and keeps the bracket that the wanted mass falls
-//!   into, from 2⁻², 2⁻⁶, … of the maximum down to neighbouring bit patterns; what is left is copied out once it is
-//!   a quarter of what is read.
+//! * [`mass_cutoff`]: the elements from 2⁻¹⁰ of the maximum up are copied out; in a language model's row they are few
+//!   and hold the cutoff. Then each pass measures what lies above four pivots, chosen by a sample, and keeps the bracket that
+//!   the wanted mass falls into; what is left is copied out once it is a quarter of what is read.
 //!
 //! Sums are f32 within blocks of 512 elements and f64 across them, always in the same order.
 
+use std::ops::Range;
+
 use super::math::exp2;
-use super::rows::widen;
+use super::rows::{Rows, widen};
 use super::vector::Vector;
 use crate::error::Result;
 use crate::tensor::{DType, TensorRef, bf16, f16};
-
-use super::rows::Rows;
 
 /// The least positive f32: as a cutoff it lets every positive element pass.
 pub(crate) const POSITIVE: f32 = f32::from_bits(1);
 
 /// Elements per f32 sum: 32 additions per lane of AVX-512, an error of about 1e-7 of the block's sum.
 const BLOCK: usize = 512;
+
+/// What is added in place of an element that does not count: unlike +0 it leaves every number as it is, -0 included,
+/// which lets the compiler turn select and add into one masked addition.
+const NOTHING: f32 = -0.0;
 
 /// Below this many elements a bracket is sorted: 64 take about a microsecond.
 const FEW: usize = 64;
@@ -37,6 +41,8 @@ pub(crate) struct Scratch {
     /// Sums of blocks.
     pub(crate) sums: Vec<f32>,
     pub(crate) ids: Vec<u32>,
+    /// The elements that pass a `top_k`.
+    pub(crate) kept: Vec<f32>,
     list: Vec<f32>,
     spare: Vec<f32>,
 }
@@ -98,7 +104,7 @@ impl Mass {
 #[inline(always)]
 pub(crate) fn block_sums<V: Vector>(v: V, x: &[f32], cutoff: f32, sums: &mut Vec<f32>) -> Mass {
     sums.clear();
-    let (zero, cutoff) = (v.splat(0.0), v.splat(cutoff));
+    let (zero, nothing, cutoff) = (v.splat(0.0), v.splat(NOTHING), v.splat(cutoff));
     let (mut max, mut total) = (zero, 0.0);
     for block in x.chunks(BLOCK) {
         let mut acc = [zero; 4];
@@ -108,14 +114,14 @@ pub(crate) fn block_sums<V: Vector>(v: V, x: &[f32], cutoff: f32, sums: &mut Vec
             for (c, acc) in acc.iter_mut().enumerate() {
                 let y = v.load(&block[i + c * V::LANES..]);
                 max = v.max(y, max);
-                *acc = v.add(*acc, v.select(v.lt(y, cutoff), zero, y));
+                *acc = v.add(*acc, v.select(v.lt(y, cutoff), nothing, y));
             }
             i += 4 * V::LANES;
         }
         while i < block.len() {
             let y = load_padded(v, &block[i..]);
             max = v.max(y, max);
-            acc[0] = v.add(acc[0], v.select(v.lt(y, cutoff), zero, y));
+            acc[0] = v.add(acc[0], v.select(v.lt(y, cutoff), nothing, y));
             i += V::LANES;
         }
         let sum = v.sum(v.add(v.add(acc[0], acc[1]), v.add(acc[2], acc[3])));
@@ -214,10 +220,10 @@ pub(crate) fn has_nan(x: &[f32]) -> bool {
     nan
 }
 
-/// `out = 2^((x - max) · scale)`, and 0 where `x < cutoff`; returns the sum of all, also of those below the cutoff.
-/// A NaN stays one and makes the sum NaN. With `max` +inf, the infinite elements weigh 1 and the others 0.
+/// `out = 2^((x - max) · scale)`; returns the sum. A NaN stays one and makes the sum NaN. With `max` +inf, the infinite
+/// elements weigh 1 and the others 0.
 #[inline(always)]
-pub(crate) fn weigh<V: Vector>(v: V, x: &[f32], max: f32, scale: f32, cutoff: f32, out: &mut [f32]) -> f64 {
+pub(crate) fn weigh<V: Vector>(v: V, x: &[f32], max: f32, scale: f32, out: &mut [f32]) -> f64 {
     assert_eq!(x.len(), out.len());
     let mut total = 0.0;
     if max == f32::INFINITY {
@@ -227,25 +233,23 @@ pub(crate) fn weigh<V: Vector>(v: V, x: &[f32], max: f32, scale: f32, cutoff: f3
         }
         return total;
     }
-    let (zero, top, scale, cut) = (v.splat(0.0), v.splat(max), v.splat(scale), v.splat(cutoff));
+    let (top, scale) = (v.splat(max), v.splat(scale));
     for (x, out) in x.chunks(BLOCK).zip(out.chunks_mut(BLOCK)) {
-        let mut sum = zero;
+        let mut sum = v.splat(0.0);
         let mut i = 0;
         while i + V::LANES <= x.len() {
-            let y = v.load(&x[i..]);
-            let e = exp2(v, v.mul(v.sub(y, top), scale));
+            let e = exp2(v, v.mul(v.sub(v.load(&x[i..]), top), scale));
             sum = v.add(sum, e);
-            v.store(v.select(v.lt(y, cut), zero, e), &mut out[i..]);
+            v.store(e, &mut out[i..]);
             i += V::LANES;
         }
         if i < x.len() {
             // Padded with -inf, whose weight is 0.
             let mut lanes = [f32::NEG_INFINITY; 16];
             lanes[..x.len() - i].copy_from_slice(&x[i..]);
-            let y = v.load(&lanes);
-            let e = exp2(v, v.mul(v.sub(y, top), scale));
+            let e = exp2(v, v.mul(v.sub(v.load(&lanes), top), scale));
             sum = v.add(sum, e);
-            v.store(v.select(v.lt(y, cut), zero, e), &mut lanes);
+            v.store(e, &mut lanes);
             out[i..].copy_from_slice(&lanes[..x.len() - i]);
         }
         total += f64::from(v.sum(sum));
@@ -299,16 +303,15 @@ fn nth(x: &[f32], k: usize, s: &mut Scratch) -> f32 {
 #[inline(always)]
 fn candidates<V: Vector>(v: V, x: &[f32], k: usize, s: &mut Scratch) {
     s.ids.clear();
-    // Four blocks per wanted element: few more than k elements then reach the k-th largest maximum.
-    let block = (x.len() / (4 * k).max(1)).clamp(V::LANES, 1024) / V::LANES * V::LANES;
+    // Four groups per wanted element: few more than k elements then reach the k-th largest maximum.
+    let group = (x.len() / (4 * k).max(1)).min(1024);
     let mut cutoff = f32::NEG_INFINITY;
-    if k > 0 && x.len() / block >= 2 * k {
-        s.list.clear();
-        for block in x.chunks(block) {
-            s.list.push(row_max(v, block));
+    if group >= 2 {
+        group_maxima(v, x, group, &mut s.list);
+        if (1..=s.list.len()).contains(&k) {
+            // k groups reach it, each with an element of its own.
+            cutoff = *s.list.select_nth_unstable_by(k - 1, |a, b| b.total_cmp(a)).1;
         }
-        // k blocks reach it, each with an element of its own.
-        cutoff = *s.list.select_nth_unstable_by(k - 1, |a, b| b.total_cmp(a)).1;
     }
     if cutoff == f32::NEG_INFINITY {
         for (i, y) in x.iter().enumerate() {
@@ -337,39 +340,87 @@ fn candidates<V: Vector>(v: V, x: &[f32], k: usize, s: &mut Scratch) {
     }
 }
 
-/// The largest cutoff that leaves a mass of at least `target` (positive), out of the row's own positive elements; the
-/// smallest of them when rounding puts the target out of reach. `max` is the row's largest element.
+/// Maxima of groups of at most `size` elements: a group is what one lane reads of `size` vectors, as that needs no
+/// maximum across lanes; what is left of the row, less than a vector, is one more. A group without a number has -inf.
 #[inline(always)]
-pub(crate) fn mass_cutoff<V: Vector>(v: V, x: &[f32], max: f32, target: f64, s: &mut Scratch) -> f32 {
+fn group_maxima<V: Vector>(v: V, x: &[f32], size: usize, maxima: &mut Vec<f32>) {
+    maxima.clear();
+    for block in x.chunks(size * V::LANES) {
+        let full = block.len() / V::LANES * V::LANES;
+        let quads = full / (4 * V::LANES) * (4 * V::LANES);
+        let mut acc = [v.splat(f32::NEG_INFINITY); 4];
+        let mut i = 0;
+        while i < quads {
+            for (c, acc) in acc.iter_mut().enumerate() {
+                *acc = v.max(v.load(&block[i + c * V::LANES..]), *acc);
+            }
+            i += 4 * V::LANES;
+        }
+        while i < full {
+            acc[0] = v.max(v.load(&block[i..]), acc[0]);
+            i += V::LANES;
+        }
+        let at = maxima.len();
+        maxima.resize(at + V::LANES, 0.0);
+        v.store(v.max(v.max(acc[0], acc[1]), v.max(acc[2], acc[3])), &mut maxima[at..]);
+        if full < block.len() {
+            maxima.push(row_max(v, &block[full..]));
+        }
+    }
+}
+
+/// The largest cutoff that leaves a mass of at least `target` (positive), out of the row's own positive elements; the
+/// smallest of them when rounding puts the target out of reach. `mass` is the row's, and valid.
+#[inline(always)]
+pub(crate) fn mass_cutoff<V: Vector>(v: V, x: &[f32], mass: Mass, target: f64, s: &mut Scratch) -> f32 {
     // The bits of positive floats are in the floats' order. The cutoff is in `lo..hi`: `over`, the mass from `hi` up,
-    // is short of the target, the mass from `lo` up is not.
-    let (mut lo, mut hi, mut over) = (1u32, max.to_bits().saturating_add(1), 0.0);
+    // is short of the target; `under`, the mass from `lo` up, is not.
+    let (mut lo, mut hi) = (1u32, mass.max.to_bits().saturating_add(1));
+    let (mut under, mut over) = (mass.total, 0.0);
     // What the row (or the list, once there is one) has from `lo` and from `hi` up, and what the list left out.
     let (mut lo_count, mut hi_count, mut base) = (x.len(), 0, 0.0);
-    let mut listed = false;
-    let mut pivots = [2, 6, 10, 15].map(|e| (max * (1.0 / (1u32 << e) as f32)).to_bits().max(1));
+    let (mut listed, mut sampled) = (false, false);
+    let peak = (mass.max / 1024.0).max(POSITIVE);
+    if between(v, x, peak, f32::INFINITY, x.len() / 8, &mut s.list) {
+        let mut sum = 0.0;
+        for &y in &s.list {
+            sum += f64::from(y);
+        }
+        if sum >= target {
+            (lo, lo_count, under, listed) = (peak.to_bits(), s.list.len(), sum, true);
+        } else {
+            (hi, hi_count, over) = (peak.to_bits(), s.list.len(), sum);
+        }
+    }
     while lo_count - hi_count > FEW && hi - lo > 1 {
         let data = if listed { &*s.list } else { x };
+        // Every other time at fifths of the bracket, which bounds the number of passes whatever the row.
+        sampled = !sampled;
+        let pivots =
+            if sampled { pivots_by_sample(data, lo..hi, (target - over) / (under - over), &mut s.spare) } else { None };
+        let pivots = match pivots {
+            Some(pivots) => pivots,
+            None => [4u64, 3, 2, 1].map(|j| lo + (u64::from(hi - lo) * j / 5).max(1) as u32),
+        };
         let found = above(v, data, pivots.map(f32::from_bits));
-        for (pivot, (count, mass)) in pivots.into_iter().zip(found) {
-            if base + mass >= target {
-                (lo, lo_count) = (pivot, count);
+        for (pivot, (count, sum)) in pivots.into_iter().zip(found) {
+            if base + sum >= target {
+                (lo, lo_count, under) = (pivot, count, base + sum);
                 break;
             }
-            (hi, hi_count, over) = (pivot, count, base + mass);
+            (hi, hi_count, over) = (pivot, count, base + sum);
         }
         if (lo_count - hi_count) * 4 <= data.len() {
-            between(v, data, f32::from_bits(lo), f32::from_bits(hi), &mut s.spare);
+            between(v, data, f32::from_bits(lo), f32::from_bits(hi), usize::MAX, &mut s.spare);
             std::mem::swap(&mut s.list, &mut s.spare);
             (listed, base, lo_count, hi_count) = (true, over, s.list.len(), 0);
         }
-        let width = u64::from(hi - lo);
-        pivots = [4, 3, 2, 1].map(|j| lo + (width * j / 5).max(1) as u32);
     }
     if hi - lo <= 1 {
         return f32::from_bits(lo);
     }
-    between(v, if listed { &s.list } else { x }, f32::from_bits(lo), f32::from_bits(hi), &mut s.spare);
+    let data = if listed { &*s.list } else { x };
+    between(v, data, f32::from_bits(lo), f32::from_bits(hi), usize::MAX, &mut s.spare);
     s.spare.sort_unstable_by(|a, b| b.total_cmp(a));
     for &y in &s.spare {
         over += f64::from(y);
@@ -380,10 +431,34 @@ pub(crate) fn mass_cutoff<V: Vector>(v: V, x: &[f32], max: f32, target: f64, s: 
     s.spare.last().copied().unwrap_or(f32::from_bits(lo))
 }
 
+/// Four pivots in descending order around the place where the mass of a bracket's largest elements would reach `share`
+/// of the bracket's mass, by a sample of 256: 8 and 32 sampled elements to each side, once and four times the error
+/// to be expected of the place. `None` when the sample has too few elements of the bracket.
+fn pivots_by_sample(x: &[f32], bracket: Range<u32>, share: f64, sample: &mut Vec<f32>) -> Option<[u32; 4]> {
+    sample.clear();
+    for &y in x.iter().step_by(x.len().div_ceil(256).max(1)) {
+        if y > 0.0 && bracket.contains(&y.to_bits()) {
+            sample.push(y);
+        }
+    }
+    if sample.len() < 32 {
+        return None;
+    }
+    sample.sort_unstable_by(|a, b| b.total_cmp(a));
+    let mut left = share * sample.iter().map(|&y| f64::from(y)).sum::<f64>();
+    let mut at = 0;
+    while at + 1 < sample.len() && left > f64::from(sample[at]) {
+        left -= f64::from(sample[at]);
+        at += 1;
+    }
+    let place = |i: usize| sample[i.min(sample.len() - 1)].to_bits().clamp(bracket.start + 1, bracket.end - 1);
+    Some([place(at.saturating_sub(32)), place(at.saturating_sub(8)), place(at + 8), place(at + 32)])
+}
+
 /// Number and sum of the elements from each pivot (a positive number) up.
 #[inline(always)]
 fn above<V: Vector>(v: V, x: &[f32], pivots: [f32; 4]) -> [(usize, f64); 4] {
-    let (zero, one) = (v.splat(0.0), v.splat(1.0));
+    let (zero, nothing, one) = (v.splat(0.0), v.splat(NOTHING), v.splat(1.0));
     let cut = [v.splat(pivots[0]), v.splat(pivots[1]), v.splat(pivots[2]), v.splat(pivots[3])];
     let mut found = [(0, 0.0); 4];
     for block in x.chunks(BLOCK) {
@@ -393,8 +468,8 @@ fn above<V: Vector>(v: V, x: &[f32], pivots: [f32; 4]) -> [(usize, f64); 4] {
             let y = load_padded(v, &block[i..]);
             for j in 0..4 {
                 let less = v.lt(y, cut[j]);
-                count[j] = v.add(count[j], v.select(less, zero, one));
-                mass[j] = v.add(mass[j], v.select(less, zero, y));
+                count[j] = v.add(count[j], v.select(less, nothing, one));
+                mass[j] = v.add(mass[j], v.select(less, nothing, y));
             }
             i += V::LANES;
         }
@@ -407,12 +482,12 @@ fn above<V: Vector>(v: V, x: &[f32], pivots: [f32; 4]) -> [(usize, f64); 4] {
     found
 }
 
-/// Fills `out` with the elements in `lo..hi`, `lo` positive.
+/// Fills `out` with the elements in `lo..hi`, `lo` positive; false if it gave up as there are more than `most`.
 #[inline(always)]
-fn between<V: Vector>(v: V, x: &[f32], lo: f32, hi: f32, out: &mut Vec<f32>) {
+fn between<V: Vector>(v: V, x: &[f32], lo: f32, hi: f32, most: usize, out: &mut Vec<f32>) -> bool {
     out.clear();
     let mut i = 0;
-    while i < x.len() {
+    while i < x.len() && out.len() <= most {
         let y = load_padded(v, &x[i..]);
         let mut bits = v.bits(v.lt(y, v.splat(hi))) & !v.bits(v.lt(y, v.splat(lo)));
         while bits != 0 {
@@ -421,4 +496,5 @@ fn between<V: Vector>(v: V, x: &[f32], lo: f32, hi: f32, out: &mut Vec<f32>) {
         }
         i += V::LANES;
     }
+    out.len() <= most
 }

@@ -107,6 +107,7 @@ pub struct TreeOut<'a> {
 
 /// Where the uniforms of a tree's verification come from.
 #[derive(Clone, Copy, Debug)]
+#[expect(clippy::large_enum_variant, reason = "one per call, on the stack")]
 pub enum Coins<'a> {
     /// Node `i`'s coin is draw `i` of the request, the last one is draw `nodes`.
     Rng(PerRow<'a, RngState>),

@@ -310,7 +310,7 @@ fn draws_are_distributed_as_the_reference_says() {
                 // One row, read by every row of the batch.
                 let x = if from_logits { &logits } else { &p };
                 let x = TensorRef::strided(x, &[batch, 24], &[0, 1]).unwrap();
-                let tokens = self::tokens(batch, |out| {
+                let tokens = tokens(batch, |out| {
                     let draw = Draw::new(rng, out);
                     match (from_logits, name) {
                         (true, _) => sampling::sample(&exec, x, f, draw),
@@ -336,7 +336,7 @@ fn tokens_do_not_depend_on_threads_nor_on_the_batch() {
     let f = Filters { top_k: 300.into(), top_p: 0.9.into(), temperature: 0.8.into(), ..Filters::default() };
     for level in fir::exec::Level::available() {
         let one = Exec::cpu_with(level, 1).unwrap();
-        let alone = self::tokens(batch, |mut out| {
+        let alone = tokens(batch, |mut out| {
             for b in 0..batch {
                 let x = x.view().slice(0, b..b + 1).unwrap();
                 let out = out.reborrow().slice(0, b..b + 1).unwrap();
@@ -347,7 +347,7 @@ fn tokens_do_not_depend_on_threads_nor_on_the_batch() {
         let mut bits: Option<Vec<f32>> = None;
         for threads in [1, 2, 3, 8] {
             let exec = Exec::cpu_with(level, threads).unwrap();
-            let tokens = self::tokens(batch, |out| sampling::sample(&exec, x.view(), f, Draw::new(&states[..], out)));
+            let tokens = tokens(batch, |out| sampling::sample(&exec, x.view(), f, Draw::new(&states[..], out)));
             assert_eq!(tokens, alone, "{level} {threads}");
             let mut out = Tensor::zeros(DType::F32, &[batch, vocab]).unwrap();
             sampling::softmax(&exec, x.view(), 0.7.into(), out.view_mut()).unwrap();
@@ -356,7 +356,7 @@ fn tokens_do_not_depend_on_threads_nor_on_the_batch() {
         }
         // With one state for all, row 0 of a batch is as a batch of one.
         let rng = PerRow::One(states[0]);
-        let all = self::tokens(batch, |out| sampling::sample(&one, x.view(), f, Draw::new(rng, out)));
+        let all = tokens(batch, |out| sampling::sample(&one, x.view(), f, Draw::new(rng, out)));
         assert_eq!(all[0], alone[0]);
         assert!(all[1..].iter().any(|t| *t != all[0]));
     }
@@ -382,8 +382,20 @@ fn large_and_flat_rows_keep_the_right_sets() {
     let wide: Vec<f32> = (0..vocab).map(|_| 2f32.powf(-100.0 * rng.uniform())).collect();
     let mut peak = vec![1e-7f32; vocab];
     peak[vocab - 1] = 0.9;
+    let sparse: Vec<f32> = (0..vocab).map(|i| if i % 97 == 5 { rng.uniform().powi(9) } else { 0.0 }).collect();
+    let steps: Vec<f32> = (0..vocab).map(|i| [1.0, 1e-3, 1e-6][i * i % 7 % 3]).collect();
+    let signed: Vec<f32> = (0..vocab).map(|_| rng.normal().powi(5)).collect();
     every_exec(|exec| {
-        for (name, x) in [("flat", &flat), ("equal", &equal), ("tiny", &tiny), ("wide", &wide), ("peak", &peak)] {
+        for (name, x) in [
+            ("flat", &flat),
+            ("equal", &equal),
+            ("tiny", &tiny),
+            ("wide", &wide),
+            ("peak", &peak),
+            ("sparse", &sparse),
+            ("steps", &steps),
+            ("signed", &signed),
+        ] {
             let mut out = Tensor::zeros(DType::F32, &[1, vocab]).unwrap();
             for k in [1, 50, 3000, 30_000, 39_999] {
                 sampling::top_k_renorm(exec, rows(x, vocab), k.into(), out.view_mut()).unwrap();

@@ -249,3 +249,123 @@ fn the_first_token_of_a_tree_has_the_targets_distribution() {
         assert_distributed(&format!("after {node}"), after, &f64s(&q, vocab)[node]);
     }
 }
+
+#[test]
+fn chains_without_a_distribution_left_are_defined() {
+    every_exec(|exec| {
+        let (batch, vocab) = (3, 20);
+        let mut p = vec![0f32; batch * vocab];
+        let mut q = vec![0f32; 2 * batch * vocab];
+        // Row 0: the target gives the draft nothing, and is nowhere above the draft: drawn from the target itself.
+        p[2..4].fill(1.0);
+        q[3] = 0.5;
+        // Row 1: the target is NaN.
+        q[2 * vocab..4 * vocab].fill(f32::NAN);
+        // Row 2: the target is nothing.
+        p[2 * vocab + 2] = 1.0;
+        let (tokens, mut out, mut valid) = ([2i32; 3], [9i32; 6], [Bool(7); 3]);
+        speculative::chain_speculative_sample(
+            exec,
+            ChainArgs {
+                draft_probs: TensorRef::new(&p, &[batch, 1, vocab]).unwrap(),
+                draft_tokens: TensorRef::new(&tokens, &[batch, 1]).unwrap(),
+                target_probs: TensorRef::new(&q, &[batch, 2, vocab]).unwrap(),
+                rng: PerRow::One(RngState::default()),
+                out: TensorMut::new(&mut out, &[batch, 2]).unwrap(),
+                accepted: None,
+                emitted: None,
+                valid: Some(TensorMut::new(&mut valid, &[batch]).unwrap()),
+            },
+        )
+        .unwrap();
+        assert_eq!(out, [3, -1, 0, -1, 0, -1]);
+        assert_eq!(valid.map(Bool::get), [true, false, false]);
+    });
+}
+
+#[test]
+fn bad_chains_and_trees_are_errors() {
+    let exec = &Exec::cpu().unwrap();
+    let (p, q) = ([0.25f32; 8], [0.25f32; 12]);
+    let chain = |tokens: [i32; 2], states: &[RngState]| {
+        let mut out = [0i32; 3];
+        speculative::chain_speculative_sample(
+            exec,
+            ChainArgs {
+                draft_probs: TensorRef::new(&p, &[1, 2, 4]).unwrap(),
+                draft_tokens: TensorRef::new(&tokens, &[1, 2]).unwrap(),
+                target_probs: TensorRef::new(&q, &[1, 3, 4]).unwrap(),
+                rng: PerRow::Each(states),
+                out: TensorMut::new(&mut out, &[1, 3]).unwrap(),
+                accepted: None,
+                emitted: None,
+                valid: None,
+            },
+        )
+        .map_err(|e| e.to_string())
+    };
+    let one = [RngState::default()];
+    assert_eq!(chain([0, 3], &one), Ok(()));
+    for (got, want) in [
+        (chain([0, 4], &one), "`draft_tokens` is 4 at 1, expected 0 or more and less than 4"),
+        (chain([-1, 0], &one), "`draft_tokens` is -1 at 0, expected 0 or more and less than 4"),
+        (chain([0, 0], &[]), "`rng` is 0 values, expected 1, one per row"),
+    ] {
+        assert_eq!(got, Err(format!("chain_speculative_sample: {want}")));
+    }
+
+    let tree = |tokens: [i32; 3], slots: [i32; 3], child: [i32; 3], sibling: [i32; 3], coin: f32| {
+        let (mut predicts, mut index, mut len) = ([0i32; 3], [0i32; 2], [0i32; 1]);
+        let coins = [coin; 3];
+        speculative::tree_speculative_sample(
+            exec,
+            TreeArgs {
+                tree: Tree {
+                    tokens: TensorRef::new(&tokens, &[1, 3]).unwrap(),
+                    retrieve_index: TensorRef::new(&slots, &[1, 3]).unwrap(),
+                    next_token: TensorRef::new(&child, &[1, 3]).unwrap(),
+                    next_sibling: TensorRef::new(&sibling, &[1, 3]).unwrap(),
+                },
+                target_probs: TensorRef::new(&q, &[1, 3, 4]).unwrap(),
+                threshold_single: 1.0,
+                threshold_acc: 1.0,
+                coins: Coins::Given {
+                    nodes: TensorRef::new(&coins, &[1, 3]).unwrap(),
+                    last: TensorRef::new(&coins[..1], &[1]).unwrap(),
+                },
+                out: TreeOut {
+                    predicts: TensorMut::new(&mut predicts, &[3]).unwrap(),
+                    accept_index: TensorMut::new(&mut index, &[1, 2]).unwrap(),
+                    accept_len: TensorMut::new(&mut len, &[1]).unwrap(),
+                },
+                valid: None,
+            },
+        )
+        .map(|()| (predicts, index, len[0]))
+        .map_err(|e| e.to_string())
+    };
+    let (none, slots) = ([-1; 3], [0, 1, 2]);
+    // Ids of nodes that no link reaches, and the root's token, are not looked at.
+    assert_eq!(tree([-7, 2, 99], [0, 1, 77], [1, -1, -1], none, 0.0), Ok(([2, 0, 0], [0, 1], 1)));
+    assert_eq!(tree([0, 2, 3], slots, [1, -1, -1], [-1, 2, -1], 0.3), Ok(([3, 0, 1], [0, 2], 1)));
+    for (got, want) in [
+        (tree([0, 4, 0], slots, [1, -1, -1], none, 0.0), "`tokens` is 4 at [0, 1], expected 0 or more and less than 4"),
+        (
+            tree([0; 3], [0, 3, 0], [1, -1, -1], none, 0.0),
+            "`retrieve_index` is 3 at [0, 1], expected 0 or more and less than 3",
+        ),
+        (tree([0; 3], slots, [3, -1, -1], none, 0.0), "`next_token` is 3 at [0, 0], expected -1 to 2"),
+        (tree([0; 3], slots, none, [-1, -2, -1], 0.0), "`next_sibling` is -2 at [0, 1], expected -1 to 2"),
+        (
+            tree([0; 3], slots, [1, -1, -1], [-1, 2, 1], 0.9),
+            "`next_sibling` is 1 at [0, 2], expected a node that no other link reaches",
+        ),
+        (
+            tree([0; 3], slots, [1, 0, -1], none, 0.0),
+            "`next_token` is 0 at [0, 1], expected a node that no other link reaches",
+        ),
+        (tree([0; 3], slots, none, none, f32::NAN), "`coins.nodes` is NaN for row 0, expected a number in [0, 1]"),
+    ] {
+        assert_eq!(got, Err(format!("tree_speculative_sample: {want}")));
+    }
+}
