@@ -245,6 +245,12 @@ impl<'a> TensorRef<'a> {
         self.layout.strides()
     }
 
+    /// The memory from the first element on.
+    #[cfg(test)]
+    pub(crate) fn bytes(&self) -> &'a [u8] {
+        self.bytes
+    }
+
     /// The entries `range` of `axis`.
     pub fn slice(self, axis: usize, range: Range<usize>) -> Result<Self> {
         check_range(&self.layout, axis, &range)?;

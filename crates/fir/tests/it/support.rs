@@ -7,6 +7,7 @@ use fir::testing::{Compare, compare};
 use fir::{DType, TensorRef};
 
 /// Calls `check` with an executor of every level this CPU has, with one and with three threads; says what it skips.
+#[expect(clippy::print_stderr, reason = "a skip must be seen")]
 pub(crate) fn every_exec(check: impl Fn(&Exec)) {
     for level in Level::ALL {
         if !Level::available().contains(&level) {
