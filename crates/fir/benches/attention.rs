@@ -1,1 +1,3 @@
+//! Not timed yet.
+
 fn main() {}

@@ -3,7 +3,10 @@
 mod schedule;
 mod workspace;
 
-pub(crate) use self::schedule::{Cut, Entry};
+pub(crate) use self::{
+    schedule::{Cut, Entry},
+    workspace::Tile,
+};
 pub use self::{
     schedule::{Item, Merge, Schedule, Split, TILE_KV},
     workspace::Scratch,

@@ -10,8 +10,11 @@ pub struct Scratch {
     /// Rows of partial results: output, then its `m` and `d`.
     partials: Vec<f32>,
     /// A tile buffer per worker.
-    tiles: Vec<Mutex<Vec<f32>>>,
+    tiles: Vec<Tile>,
 }
+
+/// One worker's buffer; the lock is never waited for.
+pub(crate) type Tile = Mutex<Vec<f32>>;
 
 impl Scratch {
     pub(crate) fn new(partials: usize, workers: usize, tile: usize) -> Self {
@@ -25,12 +28,7 @@ impl Scratch {
     }
 
     /// The first `partials` floats of partial results and the workers' tiles, each of at least `tile` floats.
-    pub(crate) fn take(
-        &mut self,
-        op: &'static str,
-        partials: usize,
-        tile: usize,
-    ) -> Result<(&mut [f32], &[Mutex<Vec<f32>>])> {
+    pub(crate) fn take(&mut self, op: &'static str, partials: usize, tile: usize) -> Result<(&mut [f32], &[Tile])> {
         let have = (self.partials.len(), self.tiles.iter_mut().map(|t| t.get_mut().map_or(0, |t| t.len())).min());
         if have.0 < partials || have.1.is_none_or(|t| t < tile) {
             return Err(Error::value(

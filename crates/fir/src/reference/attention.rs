@@ -200,9 +200,7 @@ pub fn mla(p: Precision, b: &Mla<'_>) -> Result<States> {
 /// Merges states row by row: `o` `[rows, states, dim]`, `lse` `[rows, states]`, base 2, both row-major.
 pub fn merge_states(p: Precision, o: &[f64], lse: &[f64], states: usize, dim: usize) -> States {
     let (mut out, mut out_lse) = (vec![], vec![]);
-    let rows = if states == 0 { 0 } else { lse.len() / states };
-    for r in 0..rows {
-        let lse = &lse[r * states..][..states];
+    for (r, lse) in lse.chunks_exact(states.max(1)).enumerate() {
         let m = lse.iter().fold(f64::NEG_INFINITY, |m, &l| m.max(l));
         let weights: Vec<f64> =
             lse.iter().map(|&l| if l == f64::NEG_INFINITY { 0.0 } else { p.acc((l - m).exp2()) }).collect();

@@ -15,7 +15,7 @@ mod merge;
 mod operand;
 mod tile;
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::PoisonError;
 
 use self::merge::Merges;
 pub(crate) use self::merge::{merge_levels, merge_state, merge_state_in_place, merge_states};
@@ -28,7 +28,7 @@ use super::rows::narrow;
 use super::variant::{self as hooks, Registers};
 use super::vector::{Kernel, Vector};
 use crate::kv::{PageTable, Ragged};
-use crate::plan::{Item, Schedule, TILE_KV};
+use crate::plan::{Item, Schedule, TILE_KV, Tile};
 use crate::tensor::{bf16, f16};
 use crate::variant::{Block, Bound, RowCtx, RowProgram, Visible};
 
@@ -110,7 +110,7 @@ fn padded(dim: usize) -> usize {
 }
 
 /// Runs the schedule. `partials` is `[partial_rows, dim_vo + 2]`, `tiles` has a buffer per worker.
-pub(crate) fn run(cpu: &Cpu, launch: &Launch<'_>, partials: &mut [f32], tiles: &[Mutex<Vec<f32>>], sink: &Sink<'_>) {
+pub(crate) fn run(cpu: &Cpu, launch: &Launch<'_>, partials: &mut [f32], tiles: &[Tile], sink: &Sink<'_>) {
     let width = launch.dim_vo + 2;
     let schedule = launch.schedule;
     {
