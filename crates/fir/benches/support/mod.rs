@@ -78,6 +78,11 @@ impl Suite {
         Level::available().into_iter().map(|l| (l.name(), exec(l))).collect()
     }
 
+    /// Whether a bench whose id contains `part` may run: inputs of the others need not be made.
+    pub(crate) fn wants(&self, part: &str) -> bool {
+        self.filter.as_ref().is_none_or(|f| part.contains(f.as_str()) || f.contains(part))
+    }
+
     /// Runs, checks and times one bench.
     ///
     /// # Panics

@@ -114,14 +114,17 @@ impl Vector for Avx2 {
     #[inline(always)]
     fn load_e4m3(self, x: &[E4m3]) -> __m256 {
         with!(self, {
-            let x = _mm256_cvtepu8_epi32(_mm_loadl_epi64(chunk::<_, 8>(x).cast()));
-            let magnitude = _mm256_and_si256(x, _mm256_set1_epi32(0x7f));
-            let sign = _mm256_slli_epi32::<24>(_mm256_and_si256(x, _mm256_set1_epi32(0x80)));
-            let bits = _mm256_or_si256(sign, _mm256_slli_epi32::<20>(magnitude));
-            // 2^120 re-biases the exponent and makes subnormals come out exactly; 0x7f is NaN.
-            let value = _mm256_mul_ps(_mm256_castsi256_ps(bits), _mm256_set1_ps(f32::from_bits(247 << 23)));
-            let nan = _mm256_cmpeq_epi32(magnitude, _mm256_set1_epi32(0x7f));
-            _mm256_or_ps(value, _mm256_castsi256_ps(nan))
+            let x = _mm_cvtepu8_epi16(_mm_loadl_epi64(chunk::<_, 8>(x).cast()));
+            let magnitude = _mm_and_si128(x, _mm_set1_epi16(0x7f));
+            let sign = _mm_slli_epi16::<8>(_mm_and_si128(x, _mm_set1_epi16(0x80)));
+            // As f16 it is the value over 2^8, subnormals included; a multiplication of f32 subnormals would trap
+            // into microcode, 150 cycles each. 0x7f is NaN.
+            let nan = _mm_cmpeq_epi16(magnitude, _mm_set1_epi16(0x7f));
+            let half = _mm_or_si128(
+                _mm_or_si128(sign, _mm_slli_epi16::<7>(magnitude)),
+                _mm_and_si128(nan, _mm_set1_epi16(0x7e00)),
+            );
+            _mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(256.0))
         })
     }
     #[inline(always)]
@@ -310,13 +313,15 @@ impl Vector for Avx512 {
     #[inline(always)]
     fn load_e4m3(self, x: &[E4m3]) -> __m512 {
         with!(self, {
-            let x = _mm512_cvtepu8_epi32(_mm_loadu_si128(chunk::<_, 16>(x).cast()));
-            let magnitude = _mm512_and_si512(x, _mm512_set1_epi32(0x7f));
-            let sign = _mm512_slli_epi32::<24>(_mm512_and_si512(x, _mm512_set1_epi32(0x80)));
-            let bits = _mm512_or_si512(sign, _mm512_slli_epi32::<20>(magnitude));
-            let value = _mm512_mul_ps(_mm512_castsi512_ps(bits), _mm512_set1_ps(f32::from_bits(247 << 23)));
-            let nan = _mm512_cmpeq_epi32_mask(magnitude, _mm512_set1_epi32(0x7f));
-            _mm512_mask_blend_ps(nan, value, _mm512_set1_ps(f32::NAN))
+            let x = _mm256_cvtepu8_epi16(_mm_loadu_si128(chunk::<_, 16>(x).cast()));
+            let magnitude = _mm256_and_si256(x, _mm256_set1_epi16(0x7f));
+            let sign = _mm256_slli_epi16::<8>(_mm256_and_si256(x, _mm256_set1_epi16(0x80)));
+            let nan = _mm256_cmpeq_epi16(magnitude, _mm256_set1_epi16(0x7f));
+            let half = _mm256_or_si256(
+                _mm256_or_si256(sign, _mm256_slli_epi16::<7>(magnitude)),
+                _mm256_and_si256(nan, _mm256_set1_epi16(0x7e00)),
+            );
+            _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.0))
         })
     }
     #[inline(always)]

@@ -19,6 +19,7 @@ use std::sync::PoisonError;
 
 use self::merge::Merges;
 pub(crate) use self::merge::{merge_levels, merge_state, merge_state_in_place, merge_states};
+use self::operand::Ahead;
 pub(crate) use self::operand::Operand;
 use self::tile::{Accumulate, Scores, Values};
 use super::exec::Cpu;
@@ -229,10 +230,11 @@ fn run_item<V: Vector>(
                 for (h, head) in heads.clone().enumerate() {
                     let rows = h * per_head..(h + 1) * per_head;
                     let s = &mut s[..per_head * TILE_KV];
-                    load_keys(v, launch, item, head, kv_pos, &at[..n], &ahead[..n_ahead], k, dq, regs);
-                    v.call(Scores { q: &q[rows.start * dq..rows.end * dq], k, dim: dq, n, s });
+                    load_keys(v, launch, item, head, kv_pos, &at[..n], k, dq, regs);
+                    let next = Ahead { operands: launch.k, head: head as usize, at: &ahead[..n_ahead] };
+                    v.call(Scores { q: &q[rows.start * dq..rows.end * dq], k, dim: dq, n, s, ahead: next });
                     if launch.v.is_some() {
-                        load_values(v, launch, item, head, kv_pos, &at[..n], &ahead[..n_ahead], x, dv, regs);
+                        load_values(v, launch, item, head, kv_pos, &at[..n], x, dv, regs);
                     }
                     // The values are the keys' first elements in latent attention: same rows, wider stride.
                     let x = match launch.v {
@@ -262,7 +264,8 @@ fn run_item<V: Vector>(
                     if careful {
                         tile::accumulate_visible(s, x, o, dv);
                     } else {
-                        v.call(Accumulate { p: s, x, o, dim: dv });
+                        let next = Ahead { operands: launch.v.as_slice(), ..next };
+                        v.call(Accumulate { p: s, x, o, dim: dv, ahead: next });
                     }
                 }
             }
@@ -391,14 +394,13 @@ fn load_keys<V: Vector>(
     head: u32,
     kv_pos: i32,
     at: &[[usize; 2]],
-    ahead: &[[usize; 2]],
     k: &mut [f32],
     dq: usize,
     regs: &mut Registers,
 ) {
     let mut from = 0;
     for part in launch.k {
-        part.widen_rows(v, head as usize, at, ahead, &mut k[from..], dq);
+        part.widen_rows(v, head as usize, at, &mut k[from..], dq);
         from += part.dim();
     }
     if launch.program.has_key() {
@@ -418,13 +420,12 @@ fn load_values<V: Vector>(
     head: u32,
     kv_pos: i32,
     at: &[[usize; 2]],
-    ahead: &[[usize; 2]],
     x: &mut [f32],
     dv: usize,
     regs: &mut Registers,
 ) {
     let Some(values) = &launch.v else { return };
-    values.widen_rows(v, head as usize, at, ahead, x, dv);
+    values.widen_rows(v, head as usize, at, x, dv);
     if launch.program.has_value() {
         let ctx = kv_ctx(launch, item, head);
         for (j, x) in x.chunks_exact_mut(dv).take(at.len()).enumerate() {

@@ -71,22 +71,55 @@ impl<'a> Operand<'a> {
     /// Row `(a, b, c)` as f32 in the first `dim` of `out`.
     #[inline(always)]
     pub(crate) fn widen_row<V: Vector>(&self, v: V, row: [usize; 3], out: &mut [f32]) {
-        v.call(Widen { operand: self, head: row[2], at: &[[row[0], row[1]]], ahead: &[], out, stride: 0 });
+        v.call(Widen { operand: self, head: row[2], at: &[[row[0], row[1]]], out, stride: 0 });
     }
 
-    /// Rows `(a, b, head)` for the pairs `(a, b)` of `at` as f32, `stride` floats apart in `out`; asks for the cache
-    /// lines of the rows `ahead` meanwhile.
+    /// Rows `(a, b, head)` for the pairs `(a, b)` of `at` as f32, `stride` floats apart in `out`.
     #[inline(always)]
-    pub(super) fn widen_rows<V: Vector>(
-        &self,
-        v: V,
-        head: usize,
-        at: &[[usize; 2]],
-        ahead: &[[usize; 2]],
-        out: &mut [f32],
-        stride: usize,
-    ) {
-        v.call(Widen { operand: self, head, at, ahead, out, stride });
+    pub(super) fn widen_rows<V: Vector>(&self, v: V, head: usize, at: &[[usize; 2]], out: &mut [f32], stride: usize) {
+        v.call(Widen { operand: self, head, at, out, stride });
+    }
+
+    /// Asks for the cache lines of row `(a, b, c)`.
+    #[inline(always)]
+    fn prefetch_row<V: Vector>(&self, v: V, [a, b, c]: [usize; 3]) {
+        let [s, t, u] = self.strides;
+        let at = a * s + b * t + c * u;
+        if self.dim == 0 {
+            return;
+        }
+        match self.elements {
+            Elements::F32(x) => v.prefetch(&x[at..][..self.dim]),
+            Elements::F16(x) => v.prefetch(&x[at..][..self.dim]),
+            Elements::Bf16(x) => v.prefetch(&x[at..][..self.dim]),
+            Elements::E4m3(x) => v.prefetch(&x[at..][..self.dim]),
+            Elements::E5m2(x) => v.prefetch(&x[at..][..self.dim]),
+            Elements::Fp4(x, ..) => v.prefetch(&x[at..][..self.dim / 2]),
+        }
+    }
+}
+
+/// Rows that the next tile will need: asked for while this tile's products run, so that the memory never waits.
+#[derive(Clone, Copy)]
+pub(super) struct Ahead<'a> {
+    pub operands: &'a [Operand<'a>],
+    pub head: usize,
+    pub at: &'a [[usize; 2]],
+}
+
+impl Ahead<'_> {
+    /// Asks for the rows `from..to`, as far as there are any.
+    #[inline(always)]
+    pub(super) fn prefetch<V: Vector>(&self, v: V, from: usize, to: usize) {
+        let to = to.min(self.at.len());
+        let mut j = from;
+        while j < to {
+            let [a, b] = self.at[j];
+            for operand in self.operands {
+                operand.prefetch_row(v, [a, b, self.head]);
+            }
+            j += 1;
+        }
     }
 }
 
@@ -94,7 +127,6 @@ struct Widen<'a, 'b> {
     operand: &'b Operand<'a>,
     head: usize,
     at: &'b [[usize; 2]],
-    ahead: &'b [[usize; 2]],
     out: &'b mut [f32],
     stride: usize,
 }
@@ -129,9 +161,6 @@ impl Kernel for Widen<'_, '_> {
 fn widen_all<V: Vector, T: Lane>(v: V, x: &[T], [s, t]: [usize; 2], head: usize, dim: usize, rows: Widen<'_, '_>) {
     for (j, &[a, b]) in rows.at.iter().enumerate() {
         widen(v, &x[a * s + b * t + head..][..dim], &mut rows.out[j * rows.stride..][..dim]);
-        if let Some(&[a, b]) = rows.ahead.get(j) {
-            v.prefetch(&x[a * s + b * t + head..][..dim]);
-        }
     }
 }
 

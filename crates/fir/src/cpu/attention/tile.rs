@@ -3,6 +3,7 @@
 //! A row's result is the same bits whatever rows are computed beside it: block shapes change which sums share a
 //! register, never the order within a sum.
 
+use super::operand::Ahead;
 use crate::cpu::vector::{Kernel, Vector};
 use crate::plan::TILE_KV;
 
@@ -14,28 +15,31 @@ pub(super) struct Scores<'a> {
     pub dim: usize,
     pub n: usize,
     pub s: &'a mut [f32],
+    pub ahead: Ahead<'a>,
 }
 
 impl Kernel for Scores<'_> {
     type Out = ();
     #[inline(always)]
     fn run<V: Vector>(self, v: V) {
-        let Self { q, k, dim, n, s } = self;
+        let Self { q, k, dim, n, s, mut ahead } = self;
         let rows = s.len() / TILE_KV;
         let mut r = 0;
         // 16 accumulators fill half of AVX-512's 32 registers; AVX2 has 16, so half as many there.
         if V::LANES == 16 {
             while r + 4 <= rows {
-                scores_block::<V, 4, 4>(v, &q[r * dim..], k, dim, n, &mut s[r * TILE_KV..]);
+                scores_block::<V, 4, 4>(v, &q[r * dim..], k, dim, n, &mut s[r * TILE_KV..], ahead);
+                ahead.at = &[]; // once
                 r += 4;
             }
         }
         while r + 2 <= rows {
-            scores_block::<V, 2, 4>(v, &q[r * dim..], k, dim, n, &mut s[r * TILE_KV..]);
+            scores_block::<V, 2, 4>(v, &q[r * dim..], k, dim, n, &mut s[r * TILE_KV..], ahead);
+            ahead.at = &[];
             r += 2;
         }
         if r < rows {
-            scores_block::<V, 1, 8>(v, &q[r * dim..], k, dim, n, &mut s[r * TILE_KV..]);
+            scores_block::<V, 1, 8>(v, &q[r * dim..], k, dim, n, &mut s[r * TILE_KV..], ahead);
         }
     }
 }
@@ -48,11 +52,13 @@ fn scores_block<V: Vector, const R: usize, const J: usize>(
     dim: usize,
     n: usize,
     s: &mut [f32],
+    ahead: Ahead<'_>,
 ) {
     let q = &q[..R * dim];
     let mut j = 0;
     while j < n {
         let k = &k[j * dim..][..J * dim];
+        ahead.prefetch(v, j, j + J);
         let mut acc = [[v.splat(0.0); J]; R];
         let mut c = 0;
         while c < dim {
@@ -94,27 +100,30 @@ pub(super) struct Accumulate<'a> {
     pub x: Values<'a>,
     pub o: &'a mut [f32],
     pub dim: usize,
+    pub ahead: Ahead<'a>,
 }
 
 impl Kernel for Accumulate<'_> {
     type Out = ();
     #[inline(always)]
     fn run<V: Vector>(self, v: V) {
-        let Self { p, x, o, dim } = self;
+        let Self { p, x, o, dim, mut ahead } = self;
         let rows = p.len() / TILE_KV;
         let mut r = 0;
         if V::LANES == 16 {
             while r + 4 <= rows {
-                accumulate_rows::<V, 4, 4>(v, &p[r * TILE_KV..], x, &mut o[r * dim..], dim);
+                accumulate_rows::<V, 4, 4>(v, &p[r * TILE_KV..], x, &mut o[r * dim..], dim, ahead);
+                ahead.at = &[];
                 r += 4;
             }
         }
         while r + 2 <= rows {
-            accumulate_rows::<V, 2, 4>(v, &p[r * TILE_KV..], x, &mut o[r * dim..], dim);
+            accumulate_rows::<V, 2, 4>(v, &p[r * TILE_KV..], x, &mut o[r * dim..], dim, ahead);
+            ahead.at = &[];
             r += 2;
         }
         if r < rows {
-            accumulate_rows::<V, 1, 8>(v, &p[r * TILE_KV..], x, &mut o[r * dim..], dim);
+            accumulate_rows::<V, 1, 8>(v, &p[r * TILE_KV..], x, &mut o[r * dim..], dim, ahead);
         }
     }
 }
@@ -126,14 +135,17 @@ fn accumulate_rows<V: Vector, const R: usize, const C: usize>(
     x: Values<'_>,
     o: &mut [f32],
     dim: usize,
+    mut ahead: Ahead<'_>,
 ) {
     let mut c = 0;
     while c + C * V::LANES <= dim {
-        accumulate_block::<V, R, C>(v, p, x, o, dim, c);
+        accumulate_block::<V, R, C>(v, p, x, o, dim, c, ahead);
+        ahead.at = &[];
         c += C * V::LANES;
     }
     while c < dim {
-        accumulate_block::<V, R, 1>(v, p, x, o, dim, c);
+        accumulate_block::<V, R, 1>(v, p, x, o, dim, c, ahead);
+        ahead.at = &[];
         c += V::LANES;
     }
 }
@@ -146,6 +158,7 @@ fn accumulate_block<V: Vector, const R: usize, const C: usize>(
     o: &mut [f32],
     dim: usize,
     c: usize,
+    ahead: Ahead<'_>,
 ) {
     let Values { x, stride, n } = x;
     let mut acc = [[v.splat(0.0); C]; R];
@@ -157,6 +170,7 @@ fn accumulate_block<V: Vector, const R: usize, const C: usize>(
     let x = &x[..n * stride];
     let mut j = 0;
     while j < n {
+        ahead.prefetch(v, j, j + 1);
         let mut xv = [v.splat(0.0); C];
         for (i, xv) in xv.iter_mut().enumerate() {
             *xv = v.load(&x[j * stride + c + i * V::LANES..]);
