@@ -21,7 +21,7 @@ use self::merge::Merges;
 pub(crate) use self::merge::{merge_levels, merge_state, merge_state_in_place, merge_states};
 use self::operand::Ahead;
 pub(crate) use self::operand::Operand;
-use self::tile::{Accumulate, Scores, Values};
+use self::tile::{Accumulate, RowsAt, Scores};
 use super::exec::Cpu;
 use super::math;
 use super::pool::{RowsMut, RowsOnce};
@@ -35,6 +35,9 @@ use crate::variant::{Block, Bound, RowCtx, RowProgram, Visible};
 
 /// Most query rows (tokens × heads) of one pass over an item's KV, unless one token's group alone has more.
 pub(crate) const MAX_ROWS: usize = 64;
+
+/// Most query rows of a head whose products read the cache directly.
+const DIRECT_ROWS: usize = 8;
 
 /// Where a request's KV rows are.
 #[derive(Clone, Copy)]
@@ -190,6 +193,13 @@ fn run_item<V: Vector>(
     let program = launch.program;
     let softmax = program.softmax();
     let (base, natural) = (base(launch), natural(launch));
+    // Up to a register block of rows, a widened tile would be read once or twice: not worth its place in the cache.
+    let direct = per_head <= DIRECT_ROWS
+        && launch.k.len() == 1
+        && launch.k[0].is_direct()
+        && launch.v.is_some_and(|v| v.is_direct())
+        && !program.has_key()
+        && !program.has_value();
     let block = block_of(launch, item);
 
     let mut head_start = item.head_start;
@@ -230,18 +240,16 @@ fn run_item<V: Vector>(
                 for (h, head) in heads.clone().enumerate() {
                     let rows = h * per_head..(h + 1) * per_head;
                     let s = &mut s[..per_head * TILE_KV];
-                    load_keys(v, launch, item, head, kv_pos, &at[..n], k, dq, regs);
+                    let q = &q[rows.start * dq..rows.end * dq];
                     let next = Ahead { operands: launch.k, head: head as usize, at: &ahead[..n_ahead] };
-                    v.call(Scores { q: &q[rows.start * dq..rows.end * dq], k, dim: dq, n, s, ahead: next });
-                    if launch.v.is_some() {
-                        load_values(v, launch, item, head, kv_pos, &at[..n], x, dv, regs);
+                    let direct = direct && visible == Visible::All;
+                    if direct {
+                        launch.k[0].scores(v, &at[..n], q, s, next);
+                    } else {
+                        load_keys(v, launch, item, head, kv_pos, &at[..n], k, dq, regs);
+                        let k = RowsAt { data: &*k, at: &tile_rows(dq)[..n] };
+                        v.call(Scores { q, k, dim: dq, s, ahead: next });
                     }
-                    // The values are the keys' first elements in latent attention: same rows, wider stride.
-                    let x = match launch.v {
-                        Some(_) => Values { x, stride: dv, n },
-                        None => Values { x: k, stride: dq, n },
-                    };
-                    let careful = visible == Visible::Some && !tile::all_finite(v, &x.x[..n * x.stride]);
                     for row in 0..per_head {
                         let ctx =
                             ctx_of(launch, item.q_start as usize + row / group, head as usize * group + row % group);
@@ -261,11 +269,24 @@ fn run_item<V: Vector>(
                         }
                     }
                     let o = &mut o[rows.start * dv..rows.end * dv];
-                    if careful {
-                        tile::accumulate_visible(s, x, o, dv);
+                    let next = Ahead { operands: launch.v.as_slice(), ..next };
+                    if let (true, Some(values)) = (direct, &launch.v) {
+                        values.accumulate(v, &at[..n], s, o, next);
+                        continue;
+                    }
+                    // The values are the keys' first elements in latent attention: same rows, wider stride.
+                    let (x, stride) = match launch.v {
+                        Some(_) => {
+                            load_values(v, launch, item, head, kv_pos, &at[..n], x, dv, regs);
+                            (&*x, dv)
+                        }
+                        None => (&*k, dq),
+                    };
+                    let all = RowsAt { data: x, at: &tile_rows(stride)[..n] };
+                    if visible == Visible::Some && !tile::all_finite(v, &x[..n * stride]) {
+                        tile::accumulate_visible(s, all, o, dv);
                     } else {
-                        let next = Ahead { operands: launch.v.as_slice(), ..next };
-                        v.call(Accumulate { p: s, x, o, dim: dv, ahead: next });
+                        v.call(Accumulate { p: s, x: all, o, dim: dv, ahead: next });
                     }
                 }
             }
@@ -311,6 +332,12 @@ fn block_of(launch: &Launch<'_>, item: &Item) -> Block {
         qo_head: ((item.head_start as usize * launch.group) as i32, (item.head_end as usize * launch.group) as i32 - 1),
         kv_head: (item.head_start as i32, item.head_end as i32 - 1),
     }
+}
+
+/// Offsets of the rows of a widened tile.
+#[inline(always)]
+fn tile_rows(stride: usize) -> [usize; TILE_KV] {
+    std::array::from_fn(|j| j * stride)
 }
 
 #[inline(always)]

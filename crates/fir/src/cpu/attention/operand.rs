@@ -1,12 +1,15 @@
 //! Rows of keys, values and queries in any element type, widened to f32 when a tile is loaded.
 //!
-//! Every kernel computes on f32 tiles, so element types meet the code here only. A tile is widened once and used by
-//! all query rows of its head: 2 instructions per 16 elements, hidden behind the memory's latency.
+//! Element types meet the kernels here only. With many query rows to a head a tile is widened once and used by all of
+//! them; with few, the products widen rows in registers as they read them, and the cache stays free for what is
+//! coming from memory.
 
+use super::tile::{Accumulate, RowsAt, Scores};
 use crate::cpu::rows::widen;
 use crate::cpu::vector::{Kernel, Lane, Vector};
 use crate::error::{Error, Result};
 use crate::kv::NVFP4_BLOCK;
+use crate::plan::TILE_KV;
 use crate::tensor::{DType, E2M1_VALUES, E2m1x2, E4m3, E5m2, Float, TensorRef, bf16, f16};
 
 /// Elements of some type.
@@ -78,6 +81,52 @@ impl<'a> Operand<'a> {
     #[inline(always)]
     pub(super) fn widen_rows<V: Vector>(&self, v: V, head: usize, at: &[[usize; 2]], out: &mut [f32], stride: usize) {
         v.call(Widen { operand: self, head, at, out, stride });
+    }
+
+    /// Whether the products can read its rows as they lie: whole vectors of plain numbers.
+    pub(super) fn is_direct(&self) -> bool {
+        self.dim > 0 && self.dim.is_multiple_of(16) && !matches!(self.elements, Elements::Fp4(..))
+    }
+
+    /// Offsets of the rows `(a, b, head)` for the pairs `(a, b)` of `at`.
+    #[inline(always)]
+    fn offsets(&self, head: usize, at: &[[usize; 2]], out: &mut [usize; TILE_KV]) {
+        let [s, t, u] = self.strides;
+        for (out, &[a, b]) in out.iter_mut().zip(at) {
+            *out = a * s + b * t + head * u;
+        }
+    }
+
+    /// [`Scores`] of keys as they lie in the cache; see [`Self::is_direct`].
+    #[inline(always)]
+    pub(super) fn scores<V: Vector>(&self, v: V, at: &[[usize; 2]], q: &[f32], s: &mut [f32], ahead: Ahead<'_>) {
+        let mut offsets = [0; TILE_KV];
+        self.offsets(ahead.head, at, &mut offsets);
+        let (at, dim) = (&offsets[..at.len()], self.dim);
+        match self.elements {
+            Elements::F32(data) => v.call(Scores { q, k: RowsAt { data, at }, dim, s, ahead }),
+            Elements::F16(data) => v.call(Scores { q, k: RowsAt { data, at }, dim, s, ahead }),
+            Elements::Bf16(data) => v.call(Scores { q, k: RowsAt { data, at }, dim, s, ahead }),
+            Elements::E4m3(data) => v.call(Scores { q, k: RowsAt { data, at }, dim, s, ahead }),
+            Elements::E5m2(data) => v.call(Scores { q, k: RowsAt { data, at }, dim, s, ahead }),
+            Elements::Fp4(..) => unreachable!("not direct"),
+        }
+    }
+
+    /// [`Accumulate`] of values as they lie in the cache; see [`Self::is_direct`].
+    #[inline(always)]
+    pub(super) fn accumulate<V: Vector>(&self, v: V, at: &[[usize; 2]], p: &[f32], o: &mut [f32], ahead: Ahead<'_>) {
+        let mut offsets = [0; TILE_KV];
+        self.offsets(ahead.head, at, &mut offsets);
+        let (at, dim) = (&offsets[..at.len()], self.dim);
+        match self.elements {
+            Elements::F32(data) => v.call(Accumulate { p, x: RowsAt { data, at }, o, dim, ahead }),
+            Elements::F16(data) => v.call(Accumulate { p, x: RowsAt { data, at }, o, dim, ahead }),
+            Elements::Bf16(data) => v.call(Accumulate { p, x: RowsAt { data, at }, o, dim, ahead }),
+            Elements::E4m3(data) => v.call(Accumulate { p, x: RowsAt { data, at }, o, dim, ahead }),
+            Elements::E5m2(data) => v.call(Accumulate { p, x: RowsAt { data, at }, o, dim, ahead }),
+            Elements::Fp4(..) => unreachable!("not direct"),
+        }
     }
 
     /// Asks for the cache lines of row `(a, b, c)`.

@@ -1,70 +1,81 @@
-//! The two products of a tile, on f32 rows padded to whole vectors.
+//! The two products of a tile.
 //!
-//! A row's result is the same bits whatever rows are computed beside it: block shapes change which sums share a
-//! register, never the order within a sum.
+//! Rows of keys and values are either f32 rows of a tile that was widened before (many query rows use it), or rows of
+//! the cache itself, widened in registers (few do). A row's result is the same bits either way, and whatever rows are
+//! computed beside it: block shapes change which sums share a register, never the order within a sum.
 
 use super::operand::Ahead;
-use crate::cpu::vector::{Kernel, Vector};
+use crate::cpu::vector::{Kernel, Lane, Vector};
 use crate::plan::TILE_KV;
 
-/// Query rows of one head against one KV tile: `s[r, j] = q[r] · k[j]` for `j < n`. Rows of `q` and `k` have `dim`
-/// floats, those of `s` [`TILE_KV`]; `k` has whole rows up to a multiple of 8.
-pub(super) struct Scores<'a> {
+/// Rows somewhere in `data`: row `j` is the `dim` elements at `at[j]`, `dim` a multiple of the lanes.
+#[derive(Clone, Copy)]
+pub(super) struct RowsAt<'a, T> {
+    pub data: &'a [T],
+    pub at: &'a [usize],
+}
+
+/// Query rows of one head against the keys of one KV tile: `s[r, j] = q[r] · k[j]`. Rows of `q` have `dim` floats,
+/// those of `s` [`TILE_KV`].
+pub(super) struct Scores<'a, T> {
     pub q: &'a [f32],
-    pub k: &'a [f32],
+    pub k: RowsAt<'a, T>,
     pub dim: usize,
-    pub n: usize,
     pub s: &'a mut [f32],
     pub ahead: Ahead<'a>,
 }
 
-impl Kernel for Scores<'_> {
+impl<T: Lane> Kernel for Scores<'_, T> {
     type Out = ();
     #[inline(always)]
     fn run<V: Vector>(self, v: V) {
-        let Self { q, k, dim, n, s, mut ahead } = self;
+        let Self { q, k, dim, s, mut ahead } = self;
         let rows = s.len() / TILE_KV;
         let mut r = 0;
         // 16 accumulators fill half of AVX-512's 32 registers; AVX2 has 16, so half as many there.
         if V::LANES == 16 {
             while r + 4 <= rows {
-                scores_block::<V, 4, 4>(v, &q[r * dim..], k, dim, n, &mut s[r * TILE_KV..], ahead);
+                scores_block::<V, T, 4, 4>(v, &q[r * dim..], k, dim, &mut s[r * TILE_KV..], ahead);
                 ahead.at = &[]; // once
                 r += 4;
             }
         }
         while r + 2 <= rows {
-            scores_block::<V, 2, 4>(v, &q[r * dim..], k, dim, n, &mut s[r * TILE_KV..], ahead);
+            scores_block::<V, T, 2, 4>(v, &q[r * dim..], k, dim, &mut s[r * TILE_KV..], ahead);
             ahead.at = &[];
             r += 2;
         }
         if r < rows {
-            scores_block::<V, 1, 8>(v, &q[r * dim..], k, dim, n, &mut s[r * TILE_KV..], ahead);
+            scores_block::<V, T, 1, 8>(v, &q[r * dim..], k, dim, &mut s[r * TILE_KV..], ahead);
         }
     }
 }
 
 #[inline(always)]
-fn scores_block<V: Vector, const R: usize, const J: usize>(
+fn scores_block<V: Vector, T: Lane, const R: usize, const J: usize>(
     v: V,
     q: &[f32],
-    k: &[f32],
+    k: RowsAt<'_, T>,
     dim: usize,
-    n: usize,
     s: &mut [f32],
     ahead: Ahead<'_>,
 ) {
     let q = &q[..R * dim];
+    let n = k.at.len();
     let mut j = 0;
     while j < n {
-        let k = &k[j * dim..][..J * dim];
         ahead.prefetch(v, j, j + J);
+        // Past the last row it is the last again; nobody reads its scores.
+        let mut rows = [&k.data[..0]; J];
+        for (jj, row) in rows.iter_mut().enumerate() {
+            *row = &k.data[k.at[(j + jj).min(n - 1)]..][..dim];
+        }
         let mut acc = [[v.splat(0.0); J]; R];
         let mut c = 0;
         while c < dim {
             let mut kv = [v.splat(0.0); J];
-            for (jj, kv) in kv.iter_mut().enumerate() {
-                *kv = v.load(&k[jj * dim + c..]);
+            for (kv, row) in kv.iter_mut().zip(rows) {
+                *kv = T::load(v, &row[c..]);
             }
             for (r, acc) in acc.iter_mut().enumerate() {
                 let qv = v.load(&q[r * dim + c..]);
@@ -85,25 +96,16 @@ fn scores_block<V: Vector, const R: usize, const J: usize>(
     }
 }
 
-/// Value rows in a tile: `n` rows, `stride` floats from one to the next.
-#[derive(Clone, Copy)]
-pub(super) struct Values<'a> {
-    pub x: &'a [f32],
-    pub stride: usize,
-    pub n: usize,
-}
-
-/// `o[r] += Σ_j p[r, j] · x[j]` over the rows of `x`, in ascending order of `j`; `p` has [`TILE_KV`] columns, `o` has
-/// `dim` floats per row.
-pub(super) struct Accumulate<'a> {
+/// `o[r] += Σ_j p[r, j] · x[j]`, in ascending order of `j`; `p` has [`TILE_KV`] columns, `o` has `dim` floats per row.
+pub(super) struct Accumulate<'a, T> {
     pub p: &'a [f32],
-    pub x: Values<'a>,
+    pub x: RowsAt<'a, T>,
     pub o: &'a mut [f32],
     pub dim: usize,
     pub ahead: Ahead<'a>,
 }
 
-impl Kernel for Accumulate<'_> {
+impl<T: Lane> Kernel for Accumulate<'_, T> {
     type Out = ();
     #[inline(always)]
     fn run<V: Vector>(self, v: V) {
@@ -112,68 +114,66 @@ impl Kernel for Accumulate<'_> {
         let mut r = 0;
         if V::LANES == 16 {
             while r + 4 <= rows {
-                accumulate_rows::<V, 4, 4>(v, &p[r * TILE_KV..], x, &mut o[r * dim..], dim, ahead);
+                accumulate_rows::<V, T, 4, 4>(v, &p[r * TILE_KV..], x, &mut o[r * dim..], dim, ahead);
                 ahead.at = &[];
                 r += 4;
             }
         }
         while r + 2 <= rows {
-            accumulate_rows::<V, 2, 4>(v, &p[r * TILE_KV..], x, &mut o[r * dim..], dim, ahead);
+            accumulate_rows::<V, T, 2, 4>(v, &p[r * TILE_KV..], x, &mut o[r * dim..], dim, ahead);
             ahead.at = &[];
             r += 2;
         }
         if r < rows {
-            accumulate_rows::<V, 1, 8>(v, &p[r * TILE_KV..], x, &mut o[r * dim..], dim, ahead);
+            accumulate_rows::<V, T, 1, 8>(v, &p[r * TILE_KV..], x, &mut o[r * dim..], dim, ahead);
         }
     }
 }
 
 #[inline(always)]
-fn accumulate_rows<V: Vector, const R: usize, const C: usize>(
+fn accumulate_rows<V: Vector, T: Lane, const R: usize, const C: usize>(
     v: V,
     p: &[f32],
-    x: Values<'_>,
+    x: RowsAt<'_, T>,
     o: &mut [f32],
     dim: usize,
     mut ahead: Ahead<'_>,
 ) {
     let mut c = 0;
     while c + C * V::LANES <= dim {
-        accumulate_block::<V, R, C>(v, p, x, o, dim, c, ahead);
+        accumulate_block::<V, T, R, C>(v, p, x, o, dim, c, ahead);
         ahead.at = &[];
         c += C * V::LANES;
     }
     while c < dim {
-        accumulate_block::<V, R, 1>(v, p, x, o, dim, c, ahead);
+        accumulate_block::<V, T, R, 1>(v, p, x, o, dim, c, ahead);
         ahead.at = &[];
         c += V::LANES;
     }
 }
 
 #[inline(always)]
-fn accumulate_block<V: Vector, const R: usize, const C: usize>(
+fn accumulate_block<V: Vector, T: Lane, const R: usize, const C: usize>(
     v: V,
     p: &[f32],
-    x: Values<'_>,
+    x: RowsAt<'_, T>,
     o: &mut [f32],
     dim: usize,
     c: usize,
     ahead: Ahead<'_>,
 ) {
-    let Values { x, stride, n } = x;
     let mut acc = [[v.splat(0.0); C]; R];
     for (r, acc) in acc.iter_mut().enumerate() {
         for (i, acc) in acc.iter_mut().enumerate() {
             *acc = v.load(&o[r * dim + c + i * V::LANES..]);
         }
     }
-    let x = &x[..n * stride];
-    let mut j = 0;
-    while j < n {
+    for (j, &at) in x.at.iter().enumerate() {
         ahead.prefetch(v, j, j + 1);
+        let row = &x.data[at + c..][..C * V::LANES];
         let mut xv = [v.splat(0.0); C];
         for (i, xv) in xv.iter_mut().enumerate() {
-            *xv = v.load(&x[j * stride + c + i * V::LANES..]);
+            *xv = T::load(v, &row[i * V::LANES..]);
         }
         for (r, acc) in acc.iter_mut().enumerate() {
             let pv = v.splat(p[r * TILE_KV + j]);
@@ -181,7 +181,6 @@ fn accumulate_block<V: Vector, const R: usize, const C: usize>(
                 *acc = v.fma(pv, xv, *acc);
             }
         }
-        j += 1;
     }
     for (r, acc) in acc.iter().enumerate() {
         for (i, acc) in acc.iter().enumerate() {
@@ -190,14 +189,14 @@ fn accumulate_block<V: Vector, const R: usize, const C: usize>(
     }
 }
 
-/// As [`accumulate`], leaving out positions of weight 0: for a tile with a value that is not finite at a masked
+/// As [`Accumulate`], leaving out positions of weight 0: for a tile with a value that is not finite at a masked
 /// position, where `0 · inf` would put a NaN.
 #[inline(always)]
-pub(super) fn accumulate_visible(p: &[f32], x: Values<'_>, o: &mut [f32], dim: usize) {
+pub(super) fn accumulate_visible(p: &[f32], x: RowsAt<'_, f32>, o: &mut [f32], dim: usize) {
     for (p, o) in p.chunks_exact(TILE_KV).zip(o.chunks_exact_mut(dim)) {
-        for (&p, x) in p[..x.n].iter().zip(x.x.chunks_exact(x.stride)) {
+        for (&p, &at) in p.iter().zip(x.at) {
             if p != 0.0 {
-                for (o, x) in o.iter_mut().zip(x) {
+                for (o, x) in o.iter_mut().zip(&x.data[at..][..dim]) {
                     *o += p * x;
                 }
             }
