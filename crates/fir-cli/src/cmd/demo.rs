@@ -268,12 +268,12 @@ impl<'a> Flat<'a> {
         )?;
         out.write_all(picture(s, &NAMES, LANE, style).as_bytes())?;
         let total: u64 = s.items().iter().map(|i| s.item_cost(i)).sum();
-        write!(out, "  share     ")?;
+        write!(out, "  share (%)")?;
         for (r, name) in NAMES.into_iter().enumerate() {
             let mine: u64 = s.items().iter().filter(|i| i.request as usize == r).map(|i| s.item_cost(i)).sum();
-            write!(out, " {} {:<5.1}", style.name(name), mine as f64 * 100.0 / total as f64)?;
+            write!(out, "  {} {:.1}", style.name(name), mine as f64 * 100.0 / total as f64)?;
         }
-        writeln!(out, "%")?;
+        writeln!(out)?;
         Ok(())
     }
 }
