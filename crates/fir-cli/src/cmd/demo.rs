@@ -478,8 +478,7 @@ fn same(a: &Outputs, b: &Outputs) -> Result<Result<String, String>> {
             let apart = (a - b).abs();
             equal += usize::from(apart == 0.0);
             most = most.max(apart);
-            // Not `apart > step`: NaN must fail too.
-            if !(apart <= step) {
+            if apart.is_nan() || apart > step {
                 return Ok(Err(format!("{a} and {b} in row {r}, further apart than {step:.1e}")));
             }
         }
