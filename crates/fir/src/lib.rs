@@ -44,7 +44,7 @@
 //! | `testing` | no | the module `testing`, for tests of crates built on this one |
 //!
 //! Instruction sets and element types are no features: every build has them all, and the CPU decides when it runs.
-#![deny(unsafe_code)]
+#![deny(unsafe_code, clippy::print_stdout, clippy::print_stderr)]
 
 mod cpu;
 pub mod env;
