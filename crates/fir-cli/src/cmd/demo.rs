@@ -78,8 +78,8 @@ pub(crate) fn run(options: &Options, style: Style, out: &mut impl Write) -> Resu
     row("its 10 decodes  BatchPlan", flat_time, flat.bytes(), decodes.flops(), None)?;
     let cascade_time = median(repeats, || cascade.run(&exec))?;
     row("                CascadePlan", cascade_time, cascade.bytes(), decodes.flops(), Some(flat_time))?;
-    writeln!(out, "  KV read: what the workers pass over, a prefill once per 16 query tokens, a cascade the prompt")?;
-    writeln!(out, "  once for 16 requests. Arithmetic: multiplications and additions of visible pairs alone.")?;
+    writeln!(out, "  KV read: what the workers pass over, once for every 16 query tokens that share it.")?;
+    writeln!(out, "  Arithmetic: multiplications and additions of the pairs that the mask shows.")?;
     let verdict = if passed { "all checks passed" } else { "A CHECK FAILED" };
     writeln!(out, "\n{} in {:.1} s", style.bold(verdict), start.elapsed().as_secs_f64())?;
     Ok(passed)
@@ -321,7 +321,8 @@ impl<'a> Cascade<'a> {
 
     fn show(&self, style: Style, out: &mut impl Write) -> Result<()> {
         heading(style, out, "schedule", &format!("CascadePlan, planned in {}", time(self.outputs.plan_time)))?;
-        let levels = [("the prompt, once for all", &['='][..]), ("each request's own tokens", &NAMES[..])];
+        let levels =
+            [("the prompt, for all query tokens together", &['='][..]), ("each request's own tokens", &NAMES[..])];
         for (s, (what, names)) in self.plan.schedules().zip(levels) {
             writeln!(out, "  {what}: {}", counts(s))?;
             out.write_all(picture(s, names, LANE, style).as_bytes())?;
