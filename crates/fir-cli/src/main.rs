@@ -1,1 +1,47 @@
-fn main() {}
+//! The command line of fir: `fir demo` shows the library at work in a terminal.
+#![forbid(unsafe_code)]
+
+mod cmd;
+mod picture;
+
+use std::io::{ErrorKind, IsTerminal, stdout};
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+use crate::picture::Style;
+
+#[derive(Parser)]
+#[command(name = "fir", version, about = "Attention for serving language models", arg_required_else_help = true)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Plans, runs, checks and times a batch of requests that share a system prompt
+    Demo(cmd::demo::Options),
+}
+
+fn main() -> anyhow::Result<ExitCode> {
+    let done = match Cli::parse().command {
+        Command::Demo(options) => cmd::demo::run(&options, style(), &mut stdout().lock()),
+    };
+    match done {
+        Ok(true) => Ok(ExitCode::SUCCESS),
+        Ok(false) => Ok(ExitCode::FAILURE),
+        // Whoever read the output has seen enough of it.
+        Err(e) if e.downcast_ref::<std::io::Error>().is_some_and(|e| e.kind() == ErrorKind::BrokenPipe) => {
+            Ok(ExitCode::SUCCESS)
+        }
+        Err(e) => Err(e),
+    }
+}
+
+/// Colour for a terminal that has it, plain ASCII for everything else and for who asked for it by `NO_COLOR`.
+fn style() -> Style {
+    let set = |name: &str| std::env::var_os(name).is_some_and(|v| !v.is_empty());
+    let dumb = std::env::var_os("TERM").is_none_or(|t| t == "dumb");
+    if stdout().is_terminal() && !set("NO_COLOR") && !dumb { Style::Color } else { Style::Plain }
+}

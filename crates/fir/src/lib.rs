@@ -22,10 +22,13 @@
 //!
 //! | module | holds |
 //! |---|---|
-//! | [`activation`], [`gemm`], [`norm`] | the operators |
+//! | [`attention`] | plans and single requests: paged, ragged, cascade, latent, sparse |
+//! | [`activation`], [`gemm`], [`norm`], [`page`], [`rope`], [`sampling`], [`speculative`], [`topk`] | the other operators |
+//! | [`variant`] | what is done to a score between `q · k` and softmax |
 //! | [`exec`] | where they run: [`Exec`], CPU levels |
-//! | [`kv`] | page tables, pools of pages, ragged offsets |
-//! | [`plan`] | schedules: which worker does what |
+//! | [`kv`] | page tables, pools of pages, ragged offsets; a guide to the layouts |
+//! | [`plan`] | schedules: which worker does what; a guide to planning |
+//! | [`philox`], [`filters`] | random numbers as a function; what a sampler may draw |
 //! | [`tensor`] | element types, shapes and strides, owned and borrowed tensors |
 //! | [`mod@reference`] | every operator in plain f64 loops: the definition of right |
 //! | [`error`] | the one [`Error`] |
@@ -41,7 +44,7 @@
 //! | `testing` | no | the module `testing`, for tests of crates built on this one |
 //!
 //! Instruction sets and element types are no features: every build has them all, and the CPU decides when it runs.
-#![deny(unsafe_code)]
+#![deny(unsafe_code, clippy::print_stdout, clippy::print_stderr)]
 
 mod cpu;
 pub mod env;

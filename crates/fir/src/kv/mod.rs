@@ -1,8 +1,4 @@
-//! The KV cache: one format for all of it.
-//!
-//! Dense, ragged, paged, radix-tree and block-sparse KV are rows of block indices over a pool of blocks. A
-//! [`PageTable`] holds the indices (CSR) and is validated once, where it is made; a [`PagedKv`] is the pool; a
-//! [`RaggedKv`] is KV that lies one request after another. [`Kv`] is either, as the operators take it.
+#![doc = include_str!("../../docs/layouts.md")]
 
 mod page_table;
 mod paged;

@@ -1,4 +1,4 @@
-//! Plans: which worker does what. Pure data from pure functions, on lengths the host already has.
+#![doc = include_str!("../../docs/plans.md")]
 
 mod schedule;
 mod workspace;

@@ -137,7 +137,12 @@ impl Schedule {
 
     /// Work of worker `w`, in the units the cut was balanced by.
     pub fn cost(&self, w: usize) -> u64 {
-        self.of(w).iter().map(|i| i.tiles() * tile_cost(i.q_len * self.group)).sum()
+        self.of(w).iter().map(|i| self.item_cost(i)).sum()
+    }
+
+    /// Work of one of its items, in the same units.
+    pub fn item_cost(&self, item: &Item) -> u64 {
+        item.tiles() * tile_cost(item.q_len * self.group)
     }
 
     /// Makes it the schedule of `entries`, keeping its memory. Entries with no KV still get an item, as somebody

@@ -10,8 +10,8 @@
 //! | block masks | [`SparsePlan`], [`VariableSparsePlan`] |
 //! | results of two parts of the KV | [`merge_state`], [`merge_states`], [`merge_state_in_place`] |
 //!
-//! A [`Problem`] says what is computed (shapes, types, [`Variant`]), a plan which worker does what, and the arguments
-//! of `run` bring one layer's tensors. A plan is immutable and serves every layer of a step.
+//! A [`Problem`] says what is computed (shapes, types, [variant](crate::variant)), a plan which worker does what, and
+//! the arguments of `run` bring one layer's tensors. A plan is immutable and serves every layer of a step.
 //!
 //! For request `r` with `q_len` query tokens and `kv_len` cached tokens, query token `i`, head `h`, and `g` query
 //! heads to a KV head:
