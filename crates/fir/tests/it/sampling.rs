@@ -275,8 +275,9 @@ fn samples_from_logits_fall_where_the_reference_puts_the_uniform() {
                     assert_drawn(&format!("{exec:?} {dtype} {name} {vocab} {b}"), dist, rng.uniform(b, 0), tokens[b]);
                 }
                 if name == "none" {
-                    let plain =
-                        tokens(batch, |out| sampling::sample_from_logits(exec, x, temperature, Draw::new(rng, out)));
+                    let plain = self::tokens(batch, |out| {
+                        sampling::sample_from_logits(exec, x, temperature, Draw::new(rng, out))
+                    });
                     assert_eq!(plain, tokens);
                 }
             }
