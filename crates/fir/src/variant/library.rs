@@ -57,7 +57,7 @@ pub fn alibi() -> Variant {
 ///
 /// # Errors
 /// [`Error::Variant`](crate::Error::Variant) when `theta` or `rope_scale` is not a finite number above 0.
-pub fn rope_llama(theta: f32, rope_scale: f32, interleave: bool) -> crate::Result<Variant> {
+pub fn rope_llama(theta: f32, rope_scale: f32, interleave: bool) -> crate::error::Result<Variant> {
     let r = Rope { theta, scale: rope_scale, interleave, ..Rope::default() };
     variant("RopeLlama", |_| query(rope(r)).key(rope(r)))
 }
@@ -66,7 +66,7 @@ pub fn rope_llama(theta: f32, rope_scale: f32, interleave: bool) -> crate::Resul
 ///
 /// # Errors
 /// [`Error::Variant`](crate::Error::Variant) when a number is out of range; see [`Llama31`].
-pub fn rope_llama31(theta: f32, rope_scale: f32, interleave: bool, smooth: Llama31) -> crate::Result<Variant> {
+pub fn rope_llama31(theta: f32, rope_scale: f32, interleave: bool, smooth: Llama31) -> crate::error::Result<Variant> {
     let r = Rope { theta, scale: rope_scale, interleave, llama31: Some(smooth), ..Rope::default() };
     variant("RopeLlama31", |_| query(rope(r)).key(rope(r)))
 }

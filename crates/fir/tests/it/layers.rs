@@ -8,7 +8,8 @@ use crate::sources::{code, rust_files, src};
 /// Bottom first; names on one line may not use each other.
 const LAYERS: &[&[&str]] = &[
     &["error"],
-    &["env", "philox"],
+    &["env", "filters"],
+    &["philox"],
     &["tensor"],
     &["kv", "variant"],
     &["plan"],

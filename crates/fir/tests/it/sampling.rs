@@ -265,19 +265,19 @@ fn samples_from_logits_fall_where_the_reference_puts_the_uniform() {
             for (name, f) in filter_cases(&ps, &ks) {
                 let f = Filters { temperature, ..f };
                 let x = x.view();
-                let (tokens, valid) = drawn(batch, |out, valid| {
+                let (got, valid) = drawn(batch, |out, valid| {
                     let draw = Draw { valid: Some(valid), ..Draw::new(rng, out) };
                     sampling::sample(exec, x, f, draw)
                 });
                 let want = reference::sampling::filtered_softmax(Precision::Exact, x, &f).unwrap();
                 for (b, dist) in want.chunks(vocab).enumerate() {
                     assert!(valid[b]);
-                    assert_drawn(&format!("{exec:?} {dtype} {name} {vocab} {b}"), dist, rng.uniform(b, 0), tokens[b]);
+                    assert_drawn(&format!("{exec:?} {dtype} {name} {vocab} {b}"), dist, rng.uniform(b, 0), got[b]);
                 }
                 if name == "none" {
                     let plain =
                         tokens(batch, |out| sampling::sample_from_logits(exec, x, temperature, Draw::new(rng, out)));
-                    assert_eq!(plain, tokens);
+                    assert_eq!(plain, got);
                 }
             }
         }
