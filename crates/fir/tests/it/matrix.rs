@@ -48,9 +48,9 @@ const PROMISED: &[(&str, usize)] = &[
     ("page::append_paged_mla into", FP8),
     ("rope::apply_rope", FLOAT),
     ("rope::apply_rope positions", 0),
-    ("rope::rope_quantize ", FP8),
-    ("sampling::sample ", FLOAT),
-    ("topk::top_k ", FLOAT),
+    ("rope::rope_quantize into", FP8),
+    ("sampling::sample from", FLOAT),
+    ("topk::top_k of", FLOAT),
 ];
 
 type Row = fn(&Exec, DType) -> Result<()>;

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Files in which `unsafe` may stand.
-const FENCE: &[&str] = &["cpu/arch/", "cpu/pool.rs", "tensor/foreign.rs"];
+const FENCE: &[&str] = &["cpu/arch/", "cpu/pool.rs", "tensor/foreign.rs", "tensor/foreign/"];
 
 /// Parts of the library that share a budget of lines, tests not counted. Raising one is a commit of its own.
 const BUDGETS: &[(&[&str], usize)] =

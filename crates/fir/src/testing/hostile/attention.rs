@@ -90,7 +90,7 @@ impl Bytes<'_> {
             0..120 => Split::Balanced,
             120..200 => Split::Fixed(64),
             200..250 => Split::Off,
-            b => Split::Fixed(u32::from(b) * self.i32(100) as u32),
+            b => Split::Fixed(u32::from(b).wrapping_mul(self.i32(100) as u32)),
         }
     }
 
