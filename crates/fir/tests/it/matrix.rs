@@ -9,7 +9,7 @@ use fir::exec::Level;
 use fir::kv::{Kv, KvLayout, PageTable, PagedKv, PagedKvMut, PagedMla, PagedMlaMut, Ragged, RaggedKv};
 use fir::page::{self, Slots};
 use fir::rope::{self, Positions, Roped, RopedKv, RopedMla};
-use fir::sampling::{self, Draw, Filters, RngState};
+use fir::sampling::{self, Draw, FilterOrder, Filters, RngState};
 use fir::speculative::{self, ChainArgs, Coins, Tree, TreeArgs, TreeOut};
 use fir::tensor::Bool;
 use fir::topk::{self, TopKOrder, TopKPages, TopKRagged};
@@ -75,7 +75,8 @@ const ROWS: &[(&str, Row)] = &[
     ("attention::MlaPlan out", |exec, d| mla(exec, [DType::BF16, DType::BF16, d])),
     ("attention::SparsePlan kv", sparse),
     ("attention::VariableSparsePlan kv", variable_sparse),
-    ("attention::single_prefill kv", single),
+    ("attention::single_decode kv", |exec, d| single(exec, d, true)),
+    ("attention::single_prefill kv", |exec, d| single(exec, d, false)),
     ("attention::merge_state", |exec, d| {
         let (o, lse, mut out, mut lse_out) =
             (zeros(d, &[3, 2, 8])?, f32s(&[3, 2]), zeros(d, &[3, 2, 8])?, f32s(&[3, 2]));
@@ -150,6 +151,7 @@ const ROWS: &[(&str, Row)] = &[
         let at = Positions::Ids(at.view());
         rope::apply_rope_in_place(exec, at, Rope::default(), q.view_mut(), k.view_mut())
     }),
+    ("rope::cos_sin_cache", |exec, d| rope::cos_sin_cache(exec, &Rope::default(), square(d).view_mut())),
     ("rope::rope_quantize of", |exec, d| rope_quantize(exec, d, DType::E4M3)),
     ("rope::rope_quantize into", |exec, d| rope_quantize(exec, DType::BF16, d)),
     ("rope::rope_quantize_append_paged_kv into", rope_append),
@@ -157,9 +159,35 @@ const ROWS: &[(&str, Row)] = &[
     ("sampling::softmax", |exec, d| {
         sampling::softmax(exec, square(d).view(), 1.0.into(), square(DType::F32).view_mut())
     }),
-    ("sampling::sample from", |exec, d| draw(exec, d, DType::I32, true)),
-    ("sampling::sample into", |exec, d| draw(exec, DType::F32, d, true)),
-    ("sampling::sample_from_probs", |exec, d| draw(exec, d, DType::I32, false)),
+    ("sampling::sample from", |exec, d| {
+        draw(d, DType::I32, |x, draw| sampling::sample(exec, x, Filters::default(), draw))
+    }),
+    ("sampling::sample into", |exec, d| {
+        draw(DType::F32, d, |x, draw| sampling::sample(exec, x, Filters::default(), draw))
+    }),
+    ("sampling::sample_from_logits", |exec, d| {
+        draw(d, DType::I32, |x, draw| sampling::sample_from_logits(exec, x, 1.0.into(), draw))
+    }),
+    ("sampling::sample_from_probs", |exec, d| {
+        draw(d, DType::I32, |x, draw| sampling::sample_from_probs(exec, x, draw))
+    }),
+    ("sampling::top_k_sample", |exec, d| {
+        draw(d, DType::I32, |x, draw| sampling::top_k_sample(exec, x, 2.into(), draw))
+    }),
+    ("sampling::top_p_sample", |exec, d| {
+        draw(d, DType::I32, |x, draw| sampling::top_p_sample(exec, x, 0.5.into(), draw))
+    }),
+    ("sampling::min_p_sample", |exec, d| {
+        draw(d, DType::I32, |x, draw| sampling::min_p_sample(exec, x, 0.5.into(), draw))
+    }),
+    ("sampling::top_k_top_p_sample", |exec, d| {
+        let (k, p, order) = (2.into(), 0.5.into(), FilterOrder::Joint);
+        draw(d, DType::I32, |x, draw| sampling::top_k_top_p_sample(exec, x, k, p, order, draw))
+    }),
+    ("sampling::top_k_top_p_sample_from_logits", |exec, d| {
+        let (k, p, order) = (2.into(), 0.5.into(), FilterOrder::Joint);
+        draw(d, DType::I32, |x, draw| sampling::top_k_top_p_sample_from_logits(exec, x, k, p, order, draw))
+    }),
     ("sampling::top_k_mask_logits", |exec, d| {
         sampling::top_k_mask_logits(exec, square(d).view(), 2.into(), square(d).view_mut())
     }),
@@ -329,12 +357,13 @@ fn variable_sparse(exec: &Exec, dtype: DType) -> Result<()> {
     plan.run(exec, SparseArgs { q, k: kv, v: kv, params: &params, sm_scale: None, scratch, out, lse: None })
 }
 
-fn single(exec: &Exec, dtype: DType) -> Result<()> {
-    let (q, kv, mut out) = (f32s(&[3, 4, 16]), zeros(dtype, &[8, 2, 16])?, f32s(&[3, 4, 16]));
+fn single(exec: &Exec, dtype: DType, decode: bool) -> Result<()> {
+    let shape: &[usize] = if decode { &[4, 16] } else { &[3, 4, 16] };
+    let (q, kv, mut out) = (f32s(shape), zeros(dtype, &[8, 2, 16])?, f32s(shape));
     let (layout, variant, params) = (KvLayout::Nhd, &variant::causal(), &Params::new());
     let (q, kv, out) = (q.view(), kv.view(), out.view_mut());
     let args = SingleArgs { q, k: kv, v: kv, layout, variant, params, sm_scale: None, out, lse: None };
-    attention::single_prefill(exec, args)
+    if decode { attention::single_decode(exec, args) } else { attention::single_prefill(exec, args) }
 }
 
 /// As [`with_pool`], for writing.
@@ -395,14 +424,9 @@ fn rope_append_mla(exec: &Exec, to: DType) -> Result<()> {
     rope::rope_quantize_append_paged_mla(exec, q, kv, Positions::Ids(at.view()), Rope::default())
 }
 
-fn draw(exec: &Exec, from: DType, to: DType, logits: bool) -> Result<()> {
+fn draw(from: DType, to: DType, call: impl FnOnce(TensorRef<'_>, Draw<'_>) -> Result<()>) -> Result<()> {
     let (x, mut out) = (square(from), zeros(to, &[8])?);
-    let draw = Draw::new(RngState { seed: 1, offset: 0 }, out.view_mut());
-    if logits {
-        sampling::sample(exec, x.view(), Filters::default(), draw)
-    } else {
-        sampling::sample_from_probs(exec, x.view(), draw)
-    }
+    call(x.view(), Draw::new(RngState { seed: 1, offset: 0 }, out.view_mut()))
 }
 
 fn chain(exec: &Exec, dtype: DType) -> Result<()> {
