@@ -277,7 +277,7 @@ fn cascade(suite: &mut Suite, small: bool) {
     let flops = batch * (shared + own) * HEADS * DIM * 4;
     let plan = BatchPlan::new(&exec, problem.clone(), &ones, flat.lens(), Split::Balanced).unwrap();
     let mut flat_out = Tensor::zeros(DType::BF16, &[batch, HEADS, DIM]).unwrap();
-    let mut run_flat = |out: &mut Tensor, scratch: &mut fir::attention::Scratch| {
+    let run_flat = |out: &mut Tensor, scratch: &mut fir::attention::Scratch| {
         let args = BatchArgs {
             q: q.view(),
             kv: Kv::Paged(pool, &flat),

@@ -399,6 +399,7 @@ impl<T: Lane> Kernel for Mask<'_, T> {
 
 /// The ids of a tensor of i32 or i64, in row-major order.
 pub(crate) fn read_ids(op: &'static str, arg: &'static str, x: TensorRef<'_>) -> Result<Vec<i64>> {
+    x.layout().check_listed(op, arg)?;
     match x.dtype() {
         DType::I32 => {
             let x = x.typed::<i32>(op, arg)?;

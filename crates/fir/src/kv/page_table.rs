@@ -131,8 +131,11 @@ impl<'a> PageTable<'a> {
         &self.indptr
     }
 
-    /// Page ids of request `r` that hold tokens.
+    /// Page ids of request `r` that hold tokens; none for a request that is not in the batch.
     pub fn pages(&self, r: usize) -> &[i32] {
+        if r >= self.batch() {
+            return &[];
+        }
         &self.indices[self.indptr[r] as usize..][..(self.lens[r] as usize).div_ceil(self.page_size)]
     }
 
@@ -179,6 +182,7 @@ mod tests {
         let t = PageTable::new(4, 3, &[0, 2, 2, 3][..], &[2, 0, 1, i32::MIN, 77][..], &[3, 9, 4]).unwrap();
         assert_eq!(t.lens(), [7, 0, 4]);
         assert_eq!(t.pages(0), [2, 0]);
+        assert_eq!((t.pages(3), t.pages(usize::MAX)), (&[][..], &[][..]));
         assert_eq!(t.locate(0, 6), Some((0, 2)));
         assert_eq!((t.locate(0, 7), t.locate(1, 0), t.locate(9, 0)), (None, None, None));
         let hostile = PageTable::with_lens(4, 3, &[0, 3][..], &[1, -5, 99][..], &[4]).unwrap();

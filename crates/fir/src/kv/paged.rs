@@ -77,12 +77,12 @@ impl<'a> KvPool<'a> {
 
     /// Elements of a key.
     pub fn head_dim_qk(&self) -> usize {
-        self.k.shape()[3] * values_per_element(self.dtype())
+        self.k.shape()[3].saturating_mul(values_per_element(self.dtype()))
     }
 
     /// Elements of a value.
     pub fn head_dim_vo(&self) -> usize {
-        self.v.shape()[3] * values_per_element(self.dtype())
+        self.v.shape()[3].saturating_mul(values_per_element(self.dtype()))
     }
 
     /// Element type; `E2M1x2` stands for NVFP4.
@@ -183,8 +183,8 @@ impl<'a> PagedKv<'a> {
             check_last_axis(OP, arg, s)?;
             let mut want = [0; 4];
             want.copy_from_slice(data.shape());
-            want[3] = want[3] * 2 / NVFP4_BLOCK;
-            if data.shape()[3] * 2 % NVFP4_BLOCK != 0 || s.shape() != want {
+            want[3] /= NVFP4_BLOCK / 2;
+            if !data.shape()[3].is_multiple_of(NVFP4_BLOCK / 2) || s.shape() != want {
                 return Err(Error::layout(
                     OP,
                     arg,

@@ -2,7 +2,7 @@
 
 use super::KvPool;
 use crate::error::{Error, Result};
-use crate::tensor::TensorRef;
+use crate::tensor::{DType, TensorRef};
 
 /// Offsets of a batch of requests over rows: request `r` owns rows `indptr[r]..indptr[r + 1]`. Validated when made.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -105,6 +105,10 @@ impl<'a> RaggedKv<'a> {
             t.unsqueeze()
         };
         let pool = KvPool::new(OP, three("k", k)?, three("v", v)?)?;
+        if pool.dtype() == DType::E2M1x2 {
+            let want = "a type without block scales (NVFP4 is paged)".into();
+            return Err(Error::DType { op: OP, arg: "k", got: "e2m1x2", want });
+        }
         if indptr.rows() > pool.page_size() {
             return Err(Error::value(
                 OP,

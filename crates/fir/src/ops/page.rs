@@ -30,7 +30,7 @@ pub enum Slots<'a> {
 impl Slots<'_> {
     /// The moves, sorted by slot; each slot is in the cache and named once.
     pub(super) fn moves(&self, op: &'static str, nnz: usize, pages: usize, page_size: usize) -> Result<Vec<Move>> {
-        let mut moves = Vec::with_capacity(nnz);
+        let mut moves = Vec::new();
         match *self {
             Self::Tokens { table, batch_indices, positions } => {
                 if table.page_size() != page_size {
@@ -253,8 +253,8 @@ pub(super) fn check_last_axis(op: &'static str, arg: &'static str, layout: &Layo
 pub(super) fn bind_cache(dims: &mut Dims, cache: &PagedKvMut<'_>) -> Result<()> {
     let per_element = if cache.block_scales.is_some() { 2 } else { 1 };
     dims.axis("cache", "kv_heads", cache.k.shape()[2])?
-        .axis("cache", "head_dim_qk", cache.k.shape()[3] * per_element)?
-        .axis("cache", "head_dim_vo", cache.v.shape()[3] * per_element)?;
+        .axis("cache", "head_dim_qk", cache.k.shape()[3].saturating_mul(per_element))?
+        .axis("cache", "head_dim_vo", cache.v.shape()[3].saturating_mul(per_element))?;
     Ok(())
 }
 

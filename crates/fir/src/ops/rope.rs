@@ -350,8 +350,9 @@ pub(super) fn rotary_dim(op: &'static str, rope: &Rope, head_dim: usize) -> Resu
     let dim = rope
         .rotated(head_dim)
         .map_err(|want| Error::value(op, "rope.rotary_dim", rope.rotary_dim.unwrap_or(head_dim), want))?;
-    if dim == 0 {
-        return Err(Error::value(op, "rope.rotary_dim", 0, "an even number above 0"));
+    // Tensors without tokens may claim heads of any size; a table of frequencies is made for the head.
+    if !(1..=1 << 20).contains(&dim) {
+        return Err(Error::value(op, "rope.rotary_dim", dim, "an even number from 2 to 2^20"));
     }
     Ok(dim)
 }
@@ -426,6 +427,7 @@ pub(super) fn integers(
     if got != want {
         return Err(Error::Dim { op, arg, axis, got, first, want });
     }
+    x.layout().check_listed(op, arg)?;
     match x.dtype() {
         DType::I32 => {
             let x = x.typed::<i32>(op, arg)?;

@@ -48,7 +48,7 @@ pub fn chain_speculative_sample(exec: &Exec, args: ChainArgs<'_>) -> Result<()> 
     let mut dims = Dims::of(OP);
     dims.bind("draft_probs", &args.draft_probs, &["batch", "drafts", "vocab"])?;
     dims.bind("draft_tokens", &args.draft_tokens, &["batch", "drafts"])?;
-    dims.axis("draft_probs", "drafts + 1", dims.get("drafts") + 1)?;
+    dims.axis("draft_probs", "drafts + 1", dims.get("drafts").saturating_add(1))?;
     dims.bind("target_probs", &args.target_probs, &["batch", "drafts + 1", "vocab"])?;
     dims.bind("out", &args.out, &["batch", "drafts + 1"])?;
     check_dtype(OP, "draft_probs", args.draft_probs.dtype(), DType::F32)?;
@@ -245,7 +245,8 @@ fn check_tree(op: &'static str, dims: &mut Dims, tree: Tree<'_>, out: &TreeOut<'
     let bad = |arg, got: i64, b: usize, i: usize, want: String| {
         Err(Error::value(op, arg, format!("{got} at [{b}, {i}]"), want))
     };
-    let mut reached = vec![false; nodes];
+    // Trees of no request may claim nodes without end.
+    let mut reached = vec![false; if batch == 0 { 0 } else { nodes }];
     for b in 0..batch {
         reached.fill(false);
         reached[0] = true;

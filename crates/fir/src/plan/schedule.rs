@@ -146,7 +146,7 @@ impl Schedule {
     }
 
     /// Makes it the schedule of `entries`, keeping its memory. Entries with no KV still get an item, as somebody
-    /// must write their rows. Returns `None` if the partial results would not fit 2^32 rows.
+    /// must write their rows. Returns `None` if the partial results would be more than [`MAX_PARTIALS`] rows.
     pub(crate) fn fill(&mut self, cut: Cut, entries: &[Entry]) -> Option<()> {
         self.items.clear();
         self.bounds.clear();
@@ -162,7 +162,7 @@ impl Schedule {
     /// Rows of partial results for `parts` parts of `rows` each; their first row.
     fn partials(&mut self, parts: u32, rows: u32) -> Option<u32> {
         let first = self.partial_rows;
-        self.partial_rows = first.checked_add(parts.checked_mul(rows)?).filter(|&n| n < u32::MAX)?;
+        self.partial_rows = first.checked_add(parts.checked_mul(rows)?).filter(|&n| n <= MAX_PARTIALS)?;
         Some(first)
     }
 
@@ -178,7 +178,7 @@ impl Schedule {
             let mut left = per_head * heads;
             while left > 0 {
                 // The tile that crosses the border of a share goes to the share it starts in.
-                let border = (worker + 1) * total / workers;
+                let border = share(total, worker + 1, workers);
                 let room = border.saturating_sub(done).div_ceil(cost);
                 if room == 0 && worker + 1 < workers {
                     self.bounds.push(self.items.len() as u32);
@@ -289,7 +289,7 @@ impl Schedule {
         self.bounds.push(0);
         for at in 0..self.items.len() {
             let item = self.items[at];
-            while worker + 1 < cut.workers as u64 && done >= (worker + 1) * total / cut.workers as u64 {
+            while worker + 1 < cut.workers as u64 && done >= share(total, worker + 1, cut.workers as u64) {
                 self.bounds.push(kept as u32);
                 worker += 1;
             }
@@ -314,6 +314,15 @@ impl Schedule {
         self.bounds.resize(cut.workers + 1, kept as u32);
         Some(())
     }
+}
+
+/// Most rows of partial results: 8 GB of them at a head dim of 128. A cut of a request that claims 2^31 positions into
+/// pieces of 64 is refused before it is listed.
+const MAX_PARTIALS: u32 = 1 << 24;
+
+/// `total * part / of`, which may pass through 2^64.
+fn share(total: u64, part: u64, of: u64) -> u64 {
+    (u128::from(total) * u128::from(part) / u128::from(of)) as u64
 }
 
 /// Cost of a KV tile for one head against `rows` query rows. Loading and widening a tile costs about as much as

@@ -167,6 +167,20 @@ impl Layout {
         false
     }
 
+    /// Refuses a layout that claims more elements than could be listed: one of stride 0 may claim 2^60 of them with
+    /// one in memory. Broadcasts of up to 2^24 pass.
+    pub(crate) fn check_listed(&self, op: &'static str, arg: &'static str) -> Result<()> {
+        if self.len() > 1 << 24 && self.may_alias() {
+            return Err(Error::layout(
+                op,
+                arg,
+                format!("{} elements with strides {:?}", self.len(), &*self.strides),
+                "at most 2^24 where strides reach an element twice",
+            ));
+        }
+        Ok(())
+    }
+
     /// The layout with a new axis of size 1 (and stride 1) before the others, or after them.
     pub(crate) fn with_unit(&self, op: &'static str, last: bool) -> Result<Self> {
         let (mut shape, mut strides) = (self.shape.to_vec(), self.strides.to_vec());

@@ -104,7 +104,12 @@ impl Tensor {
             layout.len().checked_mul(dtype.size()).filter(|&b| b <= isize::MAX as usize - 64).ok_or_else(|| {
                 Error::layout("Tensor::zeros", "shape", format!("{shape:?} of {dtype}"), "a size that fits")
             })?;
-        Ok(Self { lines: vec![Line::zeroed(); bytes.div_ceil(64)], dtype, layout })
+        let (mut lines, n) = (Vec::new(), bytes.div_ceil(64));
+        lines.try_reserve_exact(n).map_err(|_| {
+            Error::layout("Tensor::zeros", "shape", format!("{shape:?} of {dtype}"), "a size that there is memory for")
+        })?;
+        lines.resize(n, Line::zeroed());
+        Ok(Self { lines, dtype, layout })
     }
 
     /// Copies `data`, which must have as many elements as `shape`.

@@ -4,11 +4,11 @@ use fir::testing::hostile::{TARGETS, call};
 /// A slice of what the fuzz target does for minutes: no panic, and the cases are worth having.
 #[test]
 fn hostile_arguments_are_accepted_or_refused() {
-    const CASES: usize = 2_000;
+    const CASES: usize = 1_000;
     let mut rng = Rng::new(1);
     let mut outcomes = vec![[0usize; 2]; TARGETS.len()];
     for _ in 0..CASES * TARGETS.len() {
-        let data: Vec<u8> = (0..64).map(|_| rng.bits() as u8).collect();
+        let data: Vec<u8> = (0..64 << rng.below(4)).map(|_| rng.bits() as u8).collect();
         let (target, result) = call(&data);
         outcomes[target][usize::from(result.is_err())] += 1;
         if let Err(e) = result {

@@ -265,20 +265,19 @@ fn samples_from_logits_fall_where_the_reference_puts_the_uniform() {
             for (name, f) in filter_cases(&ps, &ks) {
                 let f = Filters { temperature, ..f };
                 let x = x.view();
-                let (tokens, valid) = drawn(batch, |out, valid| {
+                let (got, valid) = drawn(batch, |out, valid| {
                     let draw = Draw { valid: Some(valid), ..Draw::new(rng, out) };
                     sampling::sample(exec, x, f, draw)
                 });
                 let want = reference::sampling::filtered_softmax(Precision::Exact, x, &f).unwrap();
                 for (b, dist) in want.chunks(vocab).enumerate() {
                     assert!(valid[b]);
-                    assert_drawn(&format!("{exec:?} {dtype} {name} {vocab} {b}"), dist, rng.uniform(b, 0), tokens[b]);
+                    assert_drawn(&format!("{exec:?} {dtype} {name} {vocab} {b}"), dist, rng.uniform(b, 0), got[b]);
                 }
                 if name == "none" {
-                    let plain = self::tokens(batch, |out| {
-                        sampling::sample_from_logits(exec, x, temperature, Draw::new(rng, out))
-                    });
-                    assert_eq!(plain, tokens);
+                    let plain =
+                        tokens(batch, |out| sampling::sample_from_logits(exec, x, temperature, Draw::new(rng, out)));
+                    assert_eq!(plain, got);
                 }
             }
         }
@@ -310,7 +309,7 @@ fn draws_are_distributed_as_the_reference_says() {
                 // One row, read by every row of the batch.
                 let x = if from_logits { &logits } else { &p };
                 let x = TensorRef::strided(x, &[batch, 24], &[0, 1]).unwrap();
-                let tokens = self::tokens(batch, |out| {
+                let tokens = tokens(batch, |out| {
                     let draw = Draw::new(rng, out);
                     match (from_logits, name) {
                         (true, _) => sampling::sample(&exec, x, f, draw),
@@ -336,7 +335,7 @@ fn tokens_do_not_depend_on_threads_nor_on_the_batch() {
     let f = Filters { top_k: 300.into(), top_p: 0.9.into(), temperature: 0.8.into(), ..Filters::default() };
     for level in fir::exec::Level::available() {
         let one = Exec::cpu_with(level, 1).unwrap();
-        let alone = self::tokens(batch, |mut out| {
+        let alone = tokens(batch, |mut out| {
             for b in 0..batch {
                 let x = x.view().slice(0, b..b + 1).unwrap();
                 let out = out.reborrow().slice(0, b..b + 1).unwrap();
@@ -347,7 +346,7 @@ fn tokens_do_not_depend_on_threads_nor_on_the_batch() {
         let mut bits: Option<Vec<f32>> = None;
         for threads in [1, 2, 3, 8] {
             let exec = Exec::cpu_with(level, threads).unwrap();
-            let tokens = self::tokens(batch, |out| sampling::sample(&exec, x.view(), f, Draw::new(&states[..], out)));
+            let tokens = tokens(batch, |out| sampling::sample(&exec, x.view(), f, Draw::new(&states[..], out)));
             assert_eq!(tokens, alone, "{level} {threads}");
             let mut out = Tensor::zeros(DType::F32, &[batch, vocab]).unwrap();
             sampling::softmax(&exec, x.view(), 0.7.into(), out.view_mut()).unwrap();
@@ -356,7 +355,7 @@ fn tokens_do_not_depend_on_threads_nor_on_the_batch() {
         }
         // With one state for all, row 0 of a batch is as a batch of one.
         let rng = PerRow::One(states[0]);
-        let all = self::tokens(batch, |out| sampling::sample(&one, x.view(), f, Draw::new(rng, out)));
+        let all = tokens(batch, |out| sampling::sample(&one, x.view(), f, Draw::new(rng, out)));
         assert_eq!(all[0], alone[0]);
         assert!(all[1..].iter().any(|t| *t != all[0]));
     }
@@ -488,7 +487,7 @@ fn logits_of_infinities_and_nan_are_defined() {
         // Two infinities share the mass.
         let x = [inf, 3.0, inf, -inf];
         let wide = TensorRef::strided(&x, &[400, 4], &[0, 1]).unwrap();
-        let tokens = self::tokens(400, |out| {
+        let tokens = tokens(400, |out| {
             sampling::sample_from_logits(exec, wide, 1.0.into(), Draw::new(RngState::default(), out))
         });
         let firsts = tokens.iter().filter(|t| **t == 0).count();

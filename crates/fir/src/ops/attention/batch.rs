@@ -50,7 +50,7 @@ impl Problem {
         self.qo_heads / self.kv_heads.max(1)
     }
 
-    fn check(&self, op: &'static str) -> Result<()> {
+    pub(super) fn check(&self, op: &'static str) -> Result<()> {
         let mut why = vec![];
         if self.kv_heads == 0 || self.qo_heads == 0 || !self.qo_heads.is_multiple_of(self.kv_heads) {
             why.push(format!("qo_heads {} is not a positive multiple of kv_heads {}", self.qo_heads, self.kv_heads));
@@ -136,6 +136,9 @@ impl BatchPlan {
     pub fn with_capacity(exec: &Exec, problem: Problem, requests: usize, split: Split) -> Result<Self> {
         const OP: &str = "BatchPlan";
         problem.check(OP)?;
+        if requests > MAX_TOKENS {
+            return Err(Error::value(OP, "requests", requests, "at most 2^24"));
+        }
         if let Split::Fixed(n) = split
             && (n == 0 || !(n as usize).is_multiple_of(TILE_KV))
         {
@@ -170,6 +173,7 @@ impl BatchPlan {
             });
         }
         check_kv_lens(OP, kv_lens)?;
+        check_tokens(OP, qo, self.problem.qo_heads)?;
         self.tokens.clear();
         for (r, (&q_len, &kv_len)) in qo.lens().iter().zip(kv_lens).enumerate() {
             let token = Token { batch: r as i32, q_idx: 0, q_len: q_len as i32, kv_len: kv_len as i32 };
@@ -223,9 +227,9 @@ impl BatchPlan {
             group: group as u32,
             split: self.split,
         };
-        self.schedule.fill(cut, &self.entries).ok_or_else(|| {
-            Error::value("BatchPlan", "split", format!("{:?}", self.split), "fewer than 2^32 partial rows")
-        })
+        self.schedule
+            .fill(cut, &self.entries)
+            .ok_or_else(|| Error::value("BatchPlan", "split", format!("{:?}", self.split), "at most 2^24 partial rows"))
     }
 
     /// The entry without the leading and trailing tiles that its mask hides for any parameters.
@@ -406,6 +410,23 @@ fn last_shown(hidden: &impl Fn(u32, u32) -> bool, lo: u32, hi: u32) -> Option<u3
     }
     let mid = lo + (hi - lo) / 2;
     last_shown(hidden, mid, hi).or_else(|| last_shown(hidden, lo, mid))
+}
+
+/// Most query tokens of a batch: a plan holds 16 bytes for each, and is made before their memory is seen.
+const MAX_TOKENS: usize = 1 << 24;
+
+/// Query tokens that a plan can be made for.
+pub(super) fn check_tokens(op: &'static str, qo: &Ragged, heads: usize) -> Result<()> {
+    let tokens = qo.rows();
+    if tokens > MAX_TOKENS || tokens.saturating_mul(heads) > 1 << 28 {
+        return Err(Error::value(
+            op,
+            "qo",
+            format!("{tokens} tokens of {heads} heads"),
+            "at most 2^24 tokens and 2^28 rows of heads",
+        ));
+    }
+    Ok(())
 }
 
 /// Positions travel as i32.

@@ -5,7 +5,7 @@
 //! the levels' states are merged row by row. Positions are those of the whole request, so any variant means the same
 //! as over flat KV.
 
-use super::batch::{BatchPlan, Problem, check_kv_lens, output_sink};
+use super::batch::{BatchPlan, Problem, check_kv_lens, check_tokens, output_sink};
 use crate::cpu::attention::{self as kernel, Sink, Token};
 use crate::cpu::pool::{RowsMut, RowsOnce};
 use crate::error::{Error, Result};
@@ -61,6 +61,8 @@ impl CascadePlan {
             return Err(Error::value(OP, "levels", "empty", "at least one level"));
         };
         let requests = own.qo;
+        problem.check(OP)?;
+        check_tokens(OP, requests, problem.qo_heads)?;
         let mut kv_len = vec![0u32; requests.batch()];
         let mut bases = Vec::with_capacity(levels.len());
         for (l, level) in levels.iter().enumerate() {
@@ -193,7 +195,7 @@ fn level_bases(l: usize, level: &CascadeLevel<'_>, requests: &Ragged, kv_len: &m
             }
             r += 1;
         }
-        if end > 0 && r > 0 && requests.indptr()[r] != end {
+        if requests.indptr()[r] != end {
             return Err(Error::value(
                 OP,
                 "levels",

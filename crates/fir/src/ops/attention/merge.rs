@@ -60,6 +60,7 @@ pub fn merge_state_in_place(
     let mask = match mask {
         Some(mask) => {
             dims.bind("mask", &mask, &STATE[..1])?;
+            mask.layout().check_listed(OP, "mask")?;
             let mask = mask.typed::<Bool>(OP, "mask")?;
             Some(mask.layout().offsets().map(|i| mask.data()[i].get()).collect::<Vec<_>>())
         }
@@ -86,6 +87,10 @@ pub fn merge_states(
         .bind("out", &out, &STATE)?
         .bind("lse_out", &lse_out, &STATE[..2])?;
     same_dtype(OP, "out", out.dtype(), o.dtype())?;
+    lse.layout().check_listed(OP, "lse")?;
+    if lse_out.layout().is_empty() {
+        return Ok(()); // Rows of no heads may claim states without end.
+    }
     match exec {
         Exec::Cpu(cpu) => kernel::merge_states(cpu, (o, lse), (out, lse_out)),
     }

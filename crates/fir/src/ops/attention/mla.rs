@@ -7,7 +7,7 @@
 //! o[i, h] = Σ_j softmax_j(score) ckv[j]
 //! ```
 
-use super::batch::{check_kv_lens, check_q, check_table, output_sink, same_lens, split_scale};
+use super::batch::{check_kv_lens, check_q, check_table, check_tokens, output_sink, same_lens, split_scale};
 use crate::cpu::attention::{self as kernel, Index, Launch, MAX_ROWS, Operand, Token};
 use crate::error::{Error, Result};
 use crate::exec::Exec;
@@ -93,6 +93,7 @@ impl MlaPlan {
             });
         }
         check_kv_lens(OP, kv_lens)?;
+        check_tokens(OP, qo, problem.heads)?;
         let variant = if problem.causal { variant::causal() } else { variant::standard() };
         let program = RowProgram::new(&variant, problem.head_dim_ckv + problem.head_dim_kpe, problem.head_dim_ckv)?;
         let (mut tokens, mut entries) = (vec![], vec![]);
@@ -115,7 +116,7 @@ impl MlaPlan {
         let cut = Cut { workers: exec.workers(), kv_heads: 1, group: problem.heads as u32, split };
         schedule
             .fill(cut, &entries)
-            .ok_or_else(|| Error::value(OP, "split", format!("{split:?}"), "fewer than 2^32 partial rows"))?;
+            .ok_or_else(|| Error::value(OP, "split", format!("{split:?}"), "at most 2^24 partial rows"))?;
         Ok(Self { problem, workers: exec.workers(), kv_lens: kv_lens.to_vec(), tokens, schedule, variant, program })
     }
 
@@ -161,6 +162,15 @@ impl MlaPlan {
         check_table(OP, table, kv.ckv.shape()[0], kv.ckv.shape()[1])?;
         same_lens(OP, table.lens(), &self.kv_lens)?;
         let (sm_scale, q_factor) = split_scale(OP, sm_scale, kv.ckv_scale)?;
+        let kpe_factor = q_factor * (kv.kpe_scale / kv.ckv_scale);
+        if !kpe_factor.is_finite() {
+            return Err(Error::value(
+                OP,
+                "kv",
+                format!("kpe_scale {} with ckv_scale {}", kv.kpe_scale, kv.ckv_scale),
+                "scales whose ratio is finite",
+            ));
+        }
         let sink = output_sink(OP, n, p.heads, p.head_dim_ckv, p.out_dtype, out, lse)?;
         let bound = self.variant.bind(&Params::new(), p.heads, self.kv_lens.len())?;
         let launch = Launch {
@@ -169,7 +179,7 @@ impl MlaPlan {
             kv_base: None,
             q: &[
                 (Operand::new(OP, "q_nope", q_nope, true)?, q_factor),
-                (Operand::new(OP, "q_pe", q_pe, true)?, q_factor * (kv.kpe_scale / kv.ckv_scale)),
+                (Operand::new(OP, "q_pe", q_pe, true)?, kpe_factor),
             ],
             sm_scale,
             k: &[Operand::new(OP, "ckv", kv.ckv, false)?, Operand::new(OP, "kpe", kv.kpe, false)?],

@@ -5,7 +5,7 @@ use crate::error::{Error, Result};
 use crate::exec::Exec;
 use crate::kv::{Kv, KvLayout, Ragged, RaggedKv};
 use crate::plan::Split;
-use crate::tensor::{TensorMut, TensorRef};
+use crate::tensor::{Dims, TensorMut, TensorRef};
 use crate::variant::{Params, Variant};
 
 /// Tensors of one request, for [`single_prefill`] and [`single_decode`].
@@ -40,6 +40,11 @@ pub fn single_prefill(exec: &Exec, args: SingleArgs<'_>) -> Result<()> {
             return Err(Error::Rank { op: OP, arg, got, want: 3, axes: "[tokens, heads, head_dim]".into() });
         }
     }
+    Dims::of(OP).bind("q", &q, &["tokens", "qo_heads", "head_dim_qk"])?.bind(
+        "out",
+        &out,
+        &["tokens", "qo_heads", "head_dim_vo"],
+    )?;
     let (k, v) = match layout {
         KvLayout::Nhd => (k, v),
         KvLayout::Hnd => (k.transpose(0, 1)?, v.transpose(0, 1)?),

@@ -79,6 +79,9 @@ impl SparsePlan {
                 want,
             });
         }
+        if rows > i32::MAX as usize {
+            return Err(Error::value(OP, "rows", rows, "at most 2^31 - 1"));
+        }
         let lens: Vec<u32> = (0..row_blocks).map(|i| block_rows.min(rows - i * block_rows) as u32).collect();
         let full = vec![i32::try_from(block_cols).unwrap_or(i32::MAX); row_blocks];
         let table = PageTable::new(block_cols, cols / block_cols, indptr.to_vec(), indices.to_vec(), &full)?;
@@ -146,7 +149,9 @@ impl VariableSparsePlan {
             .bind("row_sizes", &row_sizes, &["kv_heads", "row_blocks"])?
             .bind("col_sizes", &col_sizes, &["kv_heads", "col_blocks"])?;
         let (row_blocks, col_blocks) = (dims.get("row_blocks"), dims.get("col_blocks"));
+        problem.check(OP)?;
         let per_head = Problem { qo_heads: problem.group(), kv_heads: 1, ..problem.clone() };
+        mask.layout().check_listed(OP, "mask")?;
         let mask = mask.typed::<Bool>(OP, "mask")?;
         let visible: Vec<bool> = mask.layout().offsets().map(|i| mask.data()[i].get()).collect();
         let (row_sizes, rows) = sizes(OP, "row_sizes", row_sizes)?;
@@ -160,11 +165,14 @@ impl VariableSparsePlan {
             let (mut indptr, mut indices) = (vec![0i32], Vec::new());
             for r in 0..row_blocks {
                 for b in (0..col_blocks).filter(|b| visible[(h * row_blocks + r) * col_blocks + b]) {
+                    // Listed one by one, before the memory of the columns is seen.
+                    if indices.len() + (starts[b + 1] - starts[b]) as usize > 1 << 28 {
+                        let got = format!("over 2^28 columns of row blocks up to {r} at head {h}");
+                        return Err(Error::value(OP, "mask", got, "at most 2^28"));
+                    }
                     indices.extend(starts[b] as i32..starts[b + 1] as i32);
                 }
-                indptr.push(i32::try_from(indices.len()).map_err(|_| {
-                    Error::value(OP, "mask", format!("over 2^31 visible rows at head {h}"), "at most 2^31 - 1")
-                })?);
+                indptr.push(indices.len() as i32);
             }
             let table = PageTable::new(1, cols, indptr, indices, &vec![1; row_blocks])?;
             let qo = Ragged::from_lens(&row_sizes[h * row_blocks..][..row_blocks])?;
@@ -223,6 +231,7 @@ fn head_rows(t: TensorRef<'_>, h: usize) -> Result<TensorRef<'_>> {
 
 /// Block sizes, head after head, and their sum, which must be the same for every head.
 fn sizes(op: &'static str, arg: &'static str, t: TensorRef<'_>) -> Result<(Vec<u32>, usize)> {
+    t.layout().check_listed(op, arg)?;
     let view = t.typed::<i32>(op, arg)?;
     let all: Vec<i32> = view.layout().offsets().map(|i| view.data()[i]).collect();
     if let Some(i) = all.iter().position(|&n| n < 0) {

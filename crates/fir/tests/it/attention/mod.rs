@@ -2,4 +2,5 @@
 
 mod batch;
 mod case;
+mod errors;
 mod plans;

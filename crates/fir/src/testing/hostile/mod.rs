@@ -7,12 +7,16 @@
 //!
 //! A new operator adds a function like `rms_norm` and its line in [`TARGETS`].
 
+mod attention;
+mod cache;
+mod rows;
+mod tokens;
+
 use std::sync::OnceLock;
 
 use crate::error::Result;
 use crate::exec::{Exec, Level};
 use crate::kv::{KvLayout, PageTable, PagedKv, Ragged, RaggedKv};
-use crate::ops::{activation, gemm, norm};
 use crate::tensor::{DType, Layout, TensorMut, TensorRef};
 
 type Target = fn(&Exec, &mut Bytes<'_>) -> Result<()>;
@@ -23,12 +27,32 @@ pub const TARGETS: &[(&str, Target)] = &[
     ("PageTable", page_table),
     ("PagedKv", paged_kv),
     ("Ragged", ragged),
-    ("norm::rms_norm", rms_norm),
-    ("norm::fused_add_rms_norm", fused_add_rms_norm),
-    ("norm::layer_norm_quant", layer_norm_quant),
-    ("norm::qk_rms_norm", qk_rms_norm),
-    ("activation", activation),
-    ("gemm", gemm),
+    ("activation", rows::activation),
+    ("attention::BatchPlan", attention::batch),
+    ("attention::CascadePlan", attention::cascade),
+    ("attention::MlaPlan", attention::mla),
+    ("attention::SparsePlan", attention::sparse),
+    ("attention::VariableSparsePlan", attention::variable_sparse),
+    ("attention::merge", attention::merge),
+    ("attention::single", attention::single),
+    ("gemm", rows::gemm),
+    ("norm::fused_add_rms_norm", rows::fused_add_rms_norm),
+    ("norm::fused_add_rms_norm_quant", rows::fused_add_rms_norm_quant),
+    ("norm::layer_norm", rows::layer_norm),
+    ("norm::layer_norm_quant", rows::layer_norm_quant),
+    ("norm::qk_rms_norm", rows::qk_rms_norm),
+    ("norm::rms_norm", rows::rms_norm),
+    ("page::append_paged_kv", cache::append_kv),
+    ("page::append_paged_mla", cache::append_mla),
+    ("page::seq_lens", cache::lengths),
+    ("rope::apply_rope", cache::rope),
+    ("rope::rope_quantize_append", cache::rope_append),
+    ("sampling::renorm", tokens::renorm),
+    ("sampling::sample", tokens::sample),
+    ("speculative::chain", tokens::chain),
+    ("speculative::tree", tokens::tree),
+    ("topk::top_k", tokens::top_k),
+    ("topk::transform", tokens::transform),
 ];
 
 /// Reads a target and its arguments from `data` and calls it. Returns the target's index in [`TARGETS`], and what it
@@ -141,6 +165,27 @@ impl Bytes<'_> {
         let words: Vec<u64> = (0..bytes.div_ceil(8) as u64).map(|i| pattern(seed, i)).collect();
         Arg { before: words.clone(), words, bytes, dtype, shape, strides }
     }
+
+    /// i32 or i64.
+    pub fn int(&mut self) -> DType {
+        [DType::I32, DType::I64][self.below(2)]
+    }
+
+    /// A tensor of integers (or bools) with these values, in row-major order; now and then one is any number.
+    pub fn ids(&mut self, dtype: DType, shape: &[usize], mut value: impl FnMut(&mut Self, usize) -> i64) -> Arg {
+        let mut arg = self.tensor(dtype, shape);
+        let elements = arg.view().map_or(0, |x| x.layout().len()).min(1 << 10);
+        let spoilt = if self.byte() < 232 { usize::MAX } else { self.below(elements) };
+        let any = i64::from(self.i32(64)) - 8;
+        let values: Vec<i64> = (0..elements).map(|i| if i == spoilt { any } else { value(self, i) }).collect();
+        arg.fill(&values);
+        arg
+    }
+
+    /// True once in 32.
+    pub fn rarely(&mut self) -> bool {
+        self.byte() >= 248
+    }
 }
 
 /// The arrays of a page table; mostly those of a valid one.
@@ -229,6 +274,21 @@ impl Arg {
         8 * self.words.len() - self.bytes
     }
 
+    /// Writes integers to the first elements, each cut to the element's size.
+    fn fill(&mut self, values: &[i64]) {
+        if self.view().is_ok()
+            && let Ok(layout) = self.layout()
+        {
+            let (start, size) = (self.start(), self.dtype.size());
+            let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut self.words);
+            for (at, value) in layout.offsets().zip(values) {
+                let at = start + at * size;
+                bytes[at..at + size].copy_from_slice(&value.to_le_bytes()[..size]);
+            }
+        }
+        self.before.clone_from(&self.words);
+    }
+
     /// The tensor, if its layout fits its memory.
     pub fn view(&self) -> Result<TensorRef<'_>> {
         TensorRef::from_bytes(&bytemuck::cast_slice(&self.words)[self.start()..], self.dtype, self.layout()?)
@@ -314,67 +374,4 @@ fn ragged(_: &Exec, b: &mut Bytes<'_>) -> Result<()> {
     let shape = [ragged.rows().min(100), b.size() % 5, b.size()];
     let (k, v) = (b.tensor(dtype, &shape), b.tensor(dtype, &shape));
     RaggedKv::new(k.view()?, v.view()?, &ragged).map(drop)
-}
-
-/// `[tokens, hidden]` or `[tokens, heads, hidden]`.
-fn rows(b: &mut Bytes<'_>, hidden: usize) -> Vec<usize> {
-    if b.byte() < 128 { vec![b.size(), hidden] } else { vec![b.size() % 8, b.size() % 8, hidden] }
-}
-
-fn rms_norm(exec: &Exec, b: &mut Bytes<'_>) -> Result<()> {
-    let (dtype, weight_dtype, hidden) = (b.float(), b.float(), b.size());
-    let shape = rows(b, hidden);
-    let (x, weight, mut out) = (b.tensor(dtype, &shape), b.tensor(weight_dtype, &[hidden]), b.tensor(dtype, &shape));
-    let result = norm::rms_norm(exec, x.view()?, weight.view()?, b.f32(), out.view_mut()?);
-    out.assert_only_elements_written();
-    result
-}
-
-fn fused_add_rms_norm(exec: &Exec, b: &mut Bytes<'_>) -> Result<()> {
-    let (dtype, hidden) = (b.float(), b.size());
-    let shape = rows(b, hidden);
-    let (mut x, mut residual, weight) = (b.tensor(dtype, &shape), b.tensor(dtype, &shape), b.tensor(dtype, &[hidden]));
-    let result = norm::fused_add_rms_norm(exec, x.view_mut()?, residual.view_mut()?, weight.view()?, b.f32());
-    x.assert_only_elements_written();
-    residual.assert_only_elements_written();
-    result
-}
-
-fn layer_norm_quant(exec: &Exec, b: &mut Bytes<'_>) -> Result<()> {
-    let (dtype, hidden) = (b.float(), b.size());
-    let shape = rows(b, hidden);
-    let (x, gamma, beta) = (b.tensor(dtype, &shape), b.tensor(dtype, &[hidden]), b.tensor(DType::F32, &[hidden]));
-    let fp8 = [DType::E4M3, DType::E5M2][b.below(2)];
-    let mut out = b.tensor(fp8, &shape);
-    let (scale, eps) = (b.f32(), b.f32());
-    let result = norm::layer_norm_quant(exec, x.view()?, gamma.view()?, beta.view()?, scale, eps, out.view_mut()?);
-    out.assert_only_elements_written();
-    result
-}
-
-fn qk_rms_norm(exec: &Exec, b: &mut Bytes<'_>) -> Result<()> {
-    let (dtype, tokens, dim) = (b.float(), b.size(), b.size());
-    let (mut q, mut k) = (b.tensor(dtype, &[tokens, 4, dim]), b.tensor(dtype, &[tokens, 2, dim]));
-    let (qw, kw) = (b.tensor(dtype, &[dim]), b.tensor(DType::F32, &[dim]));
-    let result = norm::qk_rms_norm(exec, q.view_mut()?, k.view_mut()?, qw.view()?, kw.view()?, b.f32());
-    q.assert_only_elements_written();
-    k.assert_only_elements_written();
-    result
-}
-
-fn activation(exec: &Exec, b: &mut Bytes<'_>) -> Result<()> {
-    let op = [activation::silu_and_mul, activation::gelu_and_mul, activation::gelu_tanh_and_mul][b.below(3)];
-    let (dtype, tokens, d) = (b.float(), b.size(), b.size());
-    let (x, mut out) = (b.tensor(dtype, &[tokens, d.wrapping_mul(2)]), b.tensor(dtype, &[tokens, d]));
-    let result = op(exec, x.view()?, out.view_mut()?);
-    out.assert_only_elements_written();
-    result
-}
-
-fn gemm(exec: &Exec, b: &mut Bytes<'_>) -> Result<()> {
-    let (dtype, m, n, k) = (b.float(), b.size(), b.size(), b.size());
-    let (x, w, mut out) = (b.tensor(dtype, &[m, k]), b.tensor(dtype, &[n, k]), b.tensor(dtype, &[m, n]));
-    let result = gemm::gemm(exec, x.view()?, w.view()?, out.view_mut()?);
-    out.assert_only_elements_written();
-    result
 }
