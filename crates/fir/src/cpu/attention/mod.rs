@@ -241,7 +241,12 @@ fn run_item<V: Vector>(
                     let rows = h * per_head..(h + 1) * per_head;
                     let s = &mut s[..per_head * TILE_KV];
                     let q = &q[rows.start * dq..rows.end * dq];
-                    let next = Ahead { operands: launch.k, head: head as usize, at: &ahead[..n_ahead] };
+                    let next = Ahead {
+                        operands: launch.k,
+                        head: head as usize,
+                        heads: (heads.start as usize, heads.len()),
+                        at: &ahead[..n_ahead],
+                    };
                     let direct = direct && visible == Visible::All;
                     if direct {
                         launch.k[0].scores(v, &at[..n], q, s, next);

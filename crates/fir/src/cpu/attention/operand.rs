@@ -149,25 +149,39 @@ impl<'a> Operand<'a> {
 }
 
 /// Rows that the next tile will need: asked for while this tile's products run, so that the memory never waits.
+///
+/// The tile's rows of all heads of a pass are asked for in the order they lie in, a share with every head: a stream
+/// that the hardware's prefetcher recognises and runs ahead of. Head by head, 256 bytes of every 2 KiB, it does not.
 #[derive(Clone, Copy)]
 pub(super) struct Ahead<'a> {
     pub operands: &'a [Operand<'a>],
+    /// The head whose products run.
     pub head: usize,
+    /// First head and number of heads of the pass.
+    pub heads: (usize, usize),
     pub at: &'a [[usize; 2]],
 }
 
 impl Ahead<'_> {
-    /// Asks for the rows `from..to`, as far as there are any.
+    /// Asks for this head's share of rows, `from..to` of as many as there are tokens.
     #[inline(always)]
     pub(super) fn prefetch<V: Vector>(&self, v: V, from: usize, to: usize) {
-        let to = to.min(self.at.len());
-        let mut j = from;
-        while j < to {
-            let [a, b] = self.at[j];
-            for operand in self.operands {
-                operand.prefetch_row(v, [a, b, self.head]);
+        let n = self.at.len();
+        let (first, count) = self.heads;
+        for operand in self.operands {
+            let by_token = operand.strides[2] < operand.strides[1];
+            let mut j = from;
+            while j < to.min(n) {
+                let (token, head) = if by_token {
+                    let i = (self.head - first) * n + j;
+                    (i / count, first + i % count)
+                } else {
+                    (j, self.head)
+                };
+                let [a, b] = self.at[token];
+                operand.prefetch_row(v, [a, b, head]);
+                j += 1;
             }
-            j += 1;
         }
     }
 }
