@@ -515,9 +515,7 @@ mod tests {
     use super::*;
     use crate::cpu::level::{Level, Token};
     use crate::testing::{Case, Rng, exact_variants, init_error, logit_error, output_error, scale_error};
-    use crate::variant::{
-        self as dsl, Params, Rope, Side, Variant, eval, kv_pos, logits as set_logits, score, variant,
-    };
+    use crate::variant::{self as dsl, Params, Rope, Side, eval, kv_pos, logits as set_logits, score, variant};
 
     /// Runs one of this file's functions at a level.
     struct Run<'a> {
@@ -720,39 +718,5 @@ mod tests {
                     expected rotary_dim even and at most the head's 32";
         assert_eq!(err, want);
         assert!(RowProgram::new(&v(Some(32)), 32, 7).is_ok());
-    }
-
-    #[test]
-    #[ignore = "prints times; run with --release -- --ignored --nocapture"]
-    #[expect(clippy::print_stdout, reason = "a measurement")]
-    fn time_rows() {
-        fn time(name: &str, v: &Variant, params: &Params<'_>) {
-            let (p, bound) = (RowProgram::new(v, 128, 128).unwrap(), v.bind(params, 1, 1).unwrap());
-            let ctx = RowCtx { batch: 0, q_idx: 40, q_len: 64, kv_len: 64, qo_head: 0, kv_head: 0 };
-            for token in levels() {
-                let mut regs = Registers::default();
-                let mut x = [0.5f32; 64];
-                // The best of many short batches: other processes only ever add time.
-                let batch = |_| {
-                    let start = std::time::Instant::now();
-                    for i in 0..1000 {
-                        x[i % 64] = 0.25;
-                        let what = What::Logits { kv_start: 0, masked: true };
-                        token.run(Run { p: &p, bound: &bound, ctx, what, x: &mut x, regs: &mut regs });
-                    }
-                    start.elapsed().as_nanos() as f64 / 1000.0
-                };
-                println!("{name} {}: {:.0} ns", token.level(), (0..500).map(batch).fold(f64::MAX, f64::min));
-            }
-        }
-        time("add", &variant("Add", |_| set_logits(score() + 1.0)).unwrap(), &Params::new());
-        time("tanh", &variant("Tanh", |_| set_logits(score().tanh())).unwrap(), &Params::new());
-        time("causal", &dsl::causal(), &Params::new());
-        let capped = dsl::causal().and(dsl::soft_cap()).unwrap();
-        time("causal + soft cap", &capped, &Params::new().f32("soft_cap", 30.0));
-        let window = dsl::sliding_window().and(dsl::alibi()).unwrap();
-        time("window + alibi", &window, &Params::new().i32("window_left", 9).f32_tensor("alibi_slopes", &[0.5]));
-        let bits = [0xa5; 512];
-        time("custom mask", &dsl::custom_mask(), &Params::new().bits("mask", &bits, &[0, 512]));
     }
 }

@@ -53,7 +53,7 @@ impl<'a> KvPool<'a> {
         Ok(pool)
     }
 
-    fn scaled(mut self, op: &'static str, k_scale: f32, v_scale: f32) -> Result<Self> {
+    pub(super) fn scaled(mut self, op: &'static str, k_scale: f32, v_scale: f32) -> Result<Self> {
         check_scale(op, "k_scale", k_scale)?;
         check_scale(op, "v_scale", v_scale)?;
         (self.k_scale, self.v_scale) = (k_scale, v_scale);

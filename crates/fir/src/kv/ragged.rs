@@ -120,6 +120,11 @@ impl<'a> RaggedKv<'a> {
         Ok(Self { pool, indptr })
     }
 
+    /// With a scale for all keys and one for all values: `value = stored * scale`.
+    pub fn with_scales(self, k_scale: f32, v_scale: f32) -> Result<Self> {
+        Ok(Self { pool: self.pool.scaled("RaggedKv", k_scale, v_scale)?, ..self })
+    }
+
     /// The memory.
     pub fn pool(&self) -> &KvPool<'a> {
         &self.pool

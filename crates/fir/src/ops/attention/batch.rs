@@ -131,8 +131,7 @@ impl BatchPlan {
         Ok(plan)
     }
 
-    /// An empty plan with room for `requests`: [`Self::refill`] gives it a batch, and allocates nothing for batches
-    /// of up to that many decodes.
+    /// An empty plan with room for `requests`; [`Self::refill`] gives it a batch, in the memory of the one before.
     pub fn with_capacity(exec: &Exec, problem: Problem, requests: usize, split: Split) -> Result<Self> {
         const OP: &str = "BatchPlan";
         problem.check(OP)?;

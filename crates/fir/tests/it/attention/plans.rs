@@ -490,6 +490,7 @@ fn single_and_ragged_and_decode_match_reference() {
             let (qo, kv_indptr) =
                 (Ragged::from_lens(&[q_len as u32]).unwrap(), Ragged::from_lens(&[kv_len as u32]).unwrap());
             let kv = Kv::Ragged(RaggedKv::new(kn.view(), vn.view(), &kv_indptr).unwrap());
+            assert!(RaggedKv::new(kn.view(), vn.view(), &kv_indptr).unwrap().with_scales(f32::NAN, 1.0).is_err());
             let b = reference::attention::Batch {
                 q: q.view(),
                 qo: &qo,
