@@ -141,8 +141,8 @@ pub(crate) fn for_parts<'a, T: Element>(cpu: &Cpu, out: RowsMut<'a, T>, work: im
     }
 }
 
-/// Into how many parts to cut an operator over `elements`: one below 16k of them (about 5 µs of work, the cost of
-/// waking the pool), else two per worker, so that a late worker costs half a part.
+/// Into how many parts to cut an operator over `elements`: one below 16k of them (microseconds of work, as waking
+/// the pool costs), else two per worker, so that a late worker costs half a part.
 pub(crate) fn parts_for(cpu: &Cpu, elements: usize) -> usize {
     if elements < 16 << 10 { 1 } else { 2 * cpu.workers() }
 }

@@ -325,8 +325,8 @@ fn share(total: u64, part: u64, of: u64) -> u64 {
     (u128::from(total) * u128::from(part) / u128::from(of)) as u64
 }
 
-/// Cost of a KV tile for one head against `rows` query rows. Loading and widening a tile costs about as much as
-/// the arithmetic of 8 rows (measured: docs/bench/cpu.md).
+/// Cost of a KV tile for one head against `rows` query rows: that of reading the tile counts as 8 rows' arithmetic.
+/// An estimate: only batches that mix decodes and prefills depend on it, and those by little.
 fn tile_cost(rows: u32) -> u64 {
     8 + u64::from(rows)
 }

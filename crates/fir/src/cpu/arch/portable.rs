@@ -88,7 +88,7 @@ impl Vector for Portable {
     }
     #[inline(always)]
     fn fma(self, a: F, b: F, c: F) -> F {
-        // Two roundings: `mul_add` without the instruction is a library call, 20 times slower.
+        // Two roundings: `mul_add` without the instruction is a library call.
         std::array::from_fn(|i| a[i] * b[i] + c[i])
     }
     #[inline(always)]

@@ -15,6 +15,7 @@ mod merge;
 mod operand;
 mod tile;
 
+use std::ops::Range;
 use std::sync::PoisonError;
 
 use self::merge::Merges;
@@ -53,6 +54,16 @@ pub(crate) struct Token {
     pub q_idx: i32,
     pub q_len: i32,
     pub kv_len: i32,
+}
+
+impl Token {
+    /// The query tokens of a batch, request after request.
+    pub(crate) fn of_requests(q_lens: &[u32], kv_lens: &[u32]) -> impl Iterator<Item = Self> {
+        q_lens.iter().zip(kv_lens).enumerate().flat_map(|(r, (&q_len, &kv_len))| {
+            let token = Self { batch: r as i32, q_idx: 0, q_len: q_len as i32, kv_len: kv_len as i32 };
+            (0..q_len as i32).map(move |q_idx| Self { q_idx, ..token })
+        })
+    }
 }
 
 /// Everything that one launch reads.
@@ -200,7 +211,8 @@ fn run_item<V: Vector>(
         && launch.v.is_some_and(|v| v.is_direct())
         && !program.has_key()
         && !program.has_value();
-    let block = block_of(launch, item);
+    let tokens_of_item = &launch.tokens[item.q_start as usize..][..tokens];
+    let block = block_of(tokens_of_item, item.head_start..item.head_end, group);
 
     let mut head_start = item.head_start;
     while head_start < item.head_end {
@@ -322,9 +334,8 @@ fn ctx_of(launch: &Launch<'_>, token: usize, qo_head: usize) -> RowCtx {
     RowCtx { batch, q_idx, q_len, kv_len, qo_head: qo_head as i32, kv_head: (qo_head / launch.group) as i32 }
 }
 
-/// Bounds of everything a mask may ask of an item's rows; `kv_pos` is the tile's to fill in.
-fn block_of(launch: &Launch<'_>, item: &Item) -> Block {
-    let tokens = &launch.tokens[item.q_start as usize..][..item.q_len as usize];
+/// Bounds of everything a mask may ask of these tokens and KV heads; `kv_pos` is the tile's to fill in.
+pub(crate) fn block_of(tokens: &[Token], kv_heads: Range<u32>, group: usize) -> Block {
     let range =
         |f: fn(&Token) -> i32| tokens.iter().map(f).fold((i32::MAX, i32::MIN), |(lo, hi), x| (lo.min(x), hi.max(x)));
     Block {
@@ -334,8 +345,8 @@ fn block_of(launch: &Launch<'_>, item: &Item) -> Block {
         kv_len: range(|t| t.kv_len),
         q_pos: range(|t| t.kv_len.wrapping_sub(t.q_len).wrapping_add(t.q_idx)),
         kv_pos: (0, 0),
-        qo_head: ((item.head_start as usize * launch.group) as i32, (item.head_end as usize * launch.group) as i32 - 1),
-        kv_head: (item.head_start as i32, item.head_end as i32 - 1),
+        qo_head: ((kv_heads.start as usize * group) as i32, (kv_heads.end as usize * group) as i32 - 1),
+        kv_head: (kv_heads.start as i32, kv_heads.end as i32 - 1),
     }
 }
 

@@ -138,11 +138,7 @@ impl BatchPlan {
         if requests > MAX_TOKENS {
             return Err(Error::value(OP, "requests", requests, "at most 2^24"));
         }
-        if let Split::Fixed(n) = split
-            && (n == 0 || !(n as usize).is_multiple_of(TILE_KV))
-        {
-            return Err(Error::value(OP, "split", format!("Fixed({n})"), format!("a positive multiple of {TILE_KV}")));
-        }
+        check_split(OP, split)?;
         let program = RowProgram::new(&problem.variant, problem.head_dim_qk, problem.head_dim_vo)?;
         Ok(Self {
             program,
@@ -161,23 +157,9 @@ impl BatchPlan {
     /// Plans another batch in the same memory.
     pub fn refill(&mut self, qo: &Ragged, kv_lens: &[u32]) -> Result<()> {
         const OP: &str = "BatchPlan";
-        if kv_lens.len() != qo.batch() {
-            return Err(Error::Dim {
-                op: OP,
-                arg: "kv_lens",
-                axis: "batch",
-                got: kv_lens.len(),
-                first: "qo",
-                want: qo.batch(),
-            });
-        }
-        check_kv_lens(OP, kv_lens)?;
-        check_tokens(OP, qo, self.problem.qo_heads)?;
+        check_batch(OP, qo, kv_lens, self.problem.qo_heads)?;
         self.tokens.clear();
-        for (r, (&q_len, &kv_len)) in qo.lens().iter().zip(kv_lens).enumerate() {
-            let token = Token { batch: r as i32, q_idx: 0, q_len: q_len as i32, kv_len: kv_len as i32 };
-            self.tokens.extend((0..q_len as i32).map(|q_idx| Token { q_idx, ..token }));
-        }
+        self.tokens.extend(Token::of_requests(qo.lens(), kv_lens));
         self.kv_base = None;
         self.fill(qo, kv_lens)
     }
@@ -235,19 +217,7 @@ impl BatchPlan {
     fn trimmed(&self, entry: Entry) -> Entry {
         let tokens = &self.tokens[entry.q_start as usize..][..entry.q_len as usize];
         let base = self.kv_base.as_ref().map_or(0, |b| b[entry.request as usize]);
-        let range = |f: fn(&Token) -> i32| {
-            tokens.iter().map(f).fold((i32::MAX, i32::MIN), |(lo, hi), x| (lo.min(x), hi.max(x)))
-        };
-        let block = Block {
-            batch: range(|t| t.batch),
-            q_idx: range(|t| t.q_idx),
-            q_len: range(|t| t.q_len),
-            kv_len: range(|t| t.kv_len),
-            q_pos: range(|t| t.kv_len.wrapping_sub(t.q_len).wrapping_add(t.q_idx)),
-            kv_pos: (0, 0),
-            qo_head: (0, self.problem.qo_heads as i32 - 1),
-            kv_head: (0, self.problem.kv_heads as i32 - 1),
-        };
+        let block = kernel::block_of(tokens, 0..self.problem.kv_heads as u32, self.problem.group());
         let hidden = |first: u32, end: u32| {
             let at = |tile: u32| base + (tile * TILE_KV as u32) as i32;
             let last = (at(end) - 1).min(base + entry.kv_end as i32 - 1);
@@ -426,6 +396,26 @@ pub(super) fn check_tokens(op: &'static str, qo: &Ragged, heads: usize) -> Resul
         ));
     }
     Ok(())
+}
+
+/// Cuts are at tile borders.
+pub(super) fn check_split(op: &'static str, split: Split) -> Result<()> {
+    match split {
+        Split::Fixed(n) if n == 0 || !(n as usize).is_multiple_of(TILE_KV) => {
+            Err(Error::value(op, "split", format!("Fixed({n})"), format!("a positive multiple of {TILE_KV}")))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Lengths of a batch of requests, before anything is made of them.
+pub(super) fn check_batch(op: &'static str, qo: &Ragged, kv_lens: &[u32], qo_heads: usize) -> Result<()> {
+    if kv_lens.len() != qo.batch() {
+        let (got, want) = (kv_lens.len(), qo.batch());
+        return Err(Error::Dim { op, arg: "kv_lens", axis: "batch", got, first: "qo", want });
+    }
+    check_kv_lens(op, kv_lens)?;
+    check_tokens(op, qo, qo_heads)
 }
 
 /// Positions travel as i32.

@@ -89,15 +89,7 @@ impl CascadePlan {
             bases.push(level_bases(l, level, requests, &mut kv_len)?);
         }
         check_kv_lens(OP, &kv_len)?;
-        let mut tokens = Vec::with_capacity(requests.rows());
-        for (r, (&q_len, &kv_len)) in requests.lens().iter().zip(&kv_len).enumerate() {
-            tokens.extend((0..q_len as i32).map(|q_idx| Token {
-                batch: r as i32,
-                q_idx,
-                q_len: q_len as i32,
-                kv_len: kv_len as i32,
-            }));
-        }
+        let tokens: Vec<Token> = Token::of_requests(requests.lens(), &kv_len).collect();
         let plans = levels.iter().zip(bases).map(|(level, base)| {
             let mut plan = BatchPlan::with_capacity(exec, problem.clone(), level.qo.batch(), split)?;
             plan.refill_level(level.qo, level.kv_lens, &tokens, base)?;

@@ -7,12 +7,12 @@
 //! o[i, h] = Σ_j softmax_j(score) ckv[j]
 //! ```
 
-use super::batch::{check_kv_lens, check_q, check_table, check_tokens, output_sink, same_lens, split_scale};
+use super::batch::{check_batch, check_q, check_split, check_table, output_sink, same_lens, split_scale};
 use crate::cpu::attention::{self as kernel, Index, Launch, MAX_ROWS, Operand, Token};
 use crate::error::{Error, Result};
 use crate::exec::Exec;
 use crate::kv::{PageTable, PagedMla, Ragged};
-use crate::plan::{Cut, Entry, Schedule, Scratch, Split, TILE_KV};
+use crate::plan::{Cut, Entry, Schedule, Scratch, Split};
 use crate::tensor::{DType, Dims, TensorMut, TensorRef};
 use crate::variant::{self, Params, RowProgram, Variant};
 
@@ -77,34 +77,14 @@ impl MlaPlan {
     pub fn new(exec: &Exec, problem: MlaProblem, qo: &Ragged, kv_lens: &[u32], split: Split) -> Result<Self> {
         const OP: &str = "MlaPlan";
         problem.check(OP)?;
-        if let Split::Fixed(n) = split
-            && (n == 0 || !(n as usize).is_multiple_of(TILE_KV))
-        {
-            return Err(Error::value(OP, "split", format!("Fixed({n})"), format!("a positive multiple of {TILE_KV}")));
-        }
-        if kv_lens.len() != qo.batch() {
-            return Err(Error::Dim {
-                op: OP,
-                arg: "kv_lens",
-                axis: "batch",
-                got: kv_lens.len(),
-                first: "qo",
-                want: qo.batch(),
-            });
-        }
-        check_kv_lens(OP, kv_lens)?;
-        check_tokens(OP, qo, problem.heads)?;
+        check_split(OP, split)?;
+        check_batch(OP, qo, kv_lens, problem.heads)?;
         let variant = if problem.causal { variant::causal() } else { variant::standard() };
         let program = RowProgram::new(&variant, problem.head_dim_ckv + problem.head_dim_kpe, problem.head_dim_ckv)?;
-        let (mut tokens, mut entries) = (vec![], vec![]);
+        let tokens = Token::of_requests(qo.lens(), kv_lens).collect();
+        let mut entries = vec![];
         let tile = (MAX_ROWS / problem.heads).max(1) as u32;
         for (r, (&q_len, &kv_len)) in qo.lens().iter().zip(kv_lens).enumerate() {
-            tokens.extend((0..q_len as i32).map(|q_idx| Token {
-                batch: r as i32,
-                q_idx,
-                q_len: q_len as i32,
-                kv_len: kv_len as i32,
-            }));
             for at in (0..q_len).step_by(tile as usize) {
                 let rows = tile.min(q_len - at);
                 let end = if problem.causal { (kv_len + at + rows).saturating_sub(q_len).min(kv_len) } else { kv_len };
