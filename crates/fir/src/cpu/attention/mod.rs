@@ -57,12 +57,12 @@ pub(crate) struct Token {
 }
 
 impl Token {
-    /// The query tokens of a batch, request after request.
-    pub(crate) fn of_requests(q_lens: &[u32], kv_lens: &[u32]) -> impl Iterator<Item = Self> {
-        q_lens.iter().zip(kv_lens).enumerate().flat_map(|(r, (&q_len, &kv_len))| {
+    /// Adds the query tokens of a batch, request after request.
+    pub(crate) fn list(q_lens: &[u32], kv_lens: &[u32], tokens: &mut Vec<Self>) {
+        for (r, (&q_len, &kv_len)) in q_lens.iter().zip(kv_lens).enumerate() {
             let token = Self { batch: r as i32, q_idx: 0, q_len: q_len as i32, kv_len: kv_len as i32 };
-            (0..q_len as i32).map(move |q_idx| Self { q_idx, ..token })
-        })
+            tokens.extend((0..q_len as i32).map(|q_idx| Self { q_idx, ..token }));
+        }
     }
 }
 

@@ -159,7 +159,7 @@ impl BatchPlan {
         const OP: &str = "BatchPlan";
         check_batch(OP, qo, kv_lens, self.problem.qo_heads)?;
         self.tokens.clear();
-        self.tokens.extend(Token::of_requests(qo.lens(), kv_lens));
+        Token::list(qo.lens(), kv_lens, &mut self.tokens);
         self.kv_base = None;
         self.fill(qo, kv_lens)
     }

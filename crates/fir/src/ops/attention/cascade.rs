@@ -89,7 +89,8 @@ impl CascadePlan {
             bases.push(level_bases(l, level, requests, &mut kv_len)?);
         }
         check_kv_lens(OP, &kv_len)?;
-        let tokens: Vec<Token> = Token::of_requests(requests.lens(), &kv_len).collect();
+        let mut tokens = Vec::with_capacity(requests.rows());
+        Token::list(requests.lens(), &kv_len, &mut tokens);
         let plans = levels.iter().zip(bases).map(|(level, base)| {
             let mut plan = BatchPlan::with_capacity(exec, problem.clone(), level.qo.batch(), split)?;
             plan.refill_level(level.qo, level.kv_lens, &tokens, base)?;

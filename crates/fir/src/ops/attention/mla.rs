@@ -81,8 +81,8 @@ impl MlaPlan {
         check_batch(OP, qo, kv_lens, problem.heads)?;
         let variant = if problem.causal { variant::causal() } else { variant::standard() };
         let program = RowProgram::new(&variant, problem.head_dim_ckv + problem.head_dim_kpe, problem.head_dim_ckv)?;
-        let tokens = Token::of_requests(qo.lens(), kv_lens).collect();
-        let mut entries = vec![];
+        let (mut tokens, mut entries) = (vec![], vec![]);
+        Token::list(qo.lens(), kv_lens, &mut tokens);
         let tile = (MAX_ROWS / problem.heads).max(1) as u32;
         for (r, (&q_len, &kv_len)) in qo.lens().iter().zip(kv_lens).enumerate() {
             for at in (0..q_len).step_by(tile as usize) {
