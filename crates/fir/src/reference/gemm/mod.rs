@@ -1,7 +1,7 @@
 //! Dense matrix products.
 
-use super::{Precision, values};
 use crate::error::Result;
+use crate::reference::{Precision, values};
 use crate::tensor::TensorRef;
 
 /// `out[i, j] = Σ_l x[i, l] * w[j, l]`.

@@ -10,10 +10,10 @@
 use std::cell::Cell;
 use std::ops::Range;
 
-use super::exec::Cpu;
-use super::pool::RowsMut;
-use super::rows::{Rows, narrow, widen, with_float};
-use super::vector::{Kernel, Lane, Vector};
+use crate::cpu::exec::Cpu;
+use crate::cpu::pool::RowsMut;
+use crate::cpu::rows::{Rows, narrow, widen, with_float};
+use crate::cpu::vector::{Kernel, Lane, Vector};
 use crate::error::Result;
 use crate::tensor::{TensorMut, TensorRef};
 
