@@ -114,6 +114,17 @@ fn has_tiles() -> bool {
     false
 }
 
+/// `len` elements of `buffer`, from a cache line's first byte on; the buffer grows as needed. Rows across two lines take
+/// a tile's load twice as long.
+pub(crate) fn aligned<T: Copy + Default>(buffer: &mut Vec<T>, len: usize) -> &mut [T] {
+    let spare = ROW / size_of::<T>();
+    if buffer.len() < len + spare {
+        buffer.resize(len + spare, T::default());
+    }
+    let at = buffer.as_ptr().align_offset(ROW).min(spare);
+    &mut buffer[at..at + len]
+}
+
 /// Left operand of a product: tile `i` is 16 rows from row `16 * i` on, `stride` elements apart; the next step along
 /// the depth is the next 64 bytes of each row.
 #[derive(Clone, Copy)]

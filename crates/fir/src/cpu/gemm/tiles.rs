@@ -13,11 +13,11 @@
 use std::cell::Cell;
 
 use super::Product;
-use crate::cpu::arch::{Amx, Avx512, Left, Right, Sums, TILE, TileKernel, Tiles};
+use crate::cpu::arch::{Amx, Avx512, Left, Right, Sums, TILE, TileKernel, Tiles, aligned};
 use crate::cpu::exec::Cpu;
 use crate::cpu::pool::RowsMut;
 use crate::cpu::rows::{Rows, narrow};
-use crate::cpu::vector::Lane;
+use crate::cpu::vector::{Lane, Vector};
 use crate::error::Result;
 use crate::tensor::bf16;
 
@@ -27,17 +27,23 @@ const STEP: usize = 32;
 const STRIP: usize = 32;
 /// Most rows of `x` that use weights as they lie in memory: those of one strip.
 const FEW: usize = STRIP;
-/// Elements along `k` of a strip: with 32 rows 33 KB of the first-level cache's 48.
-const DEPTH: usize = 512;
+/// Elements along `k` of a strip: with 32 rows 18 KB. Beside it 16 KB of `x` stream through the first-level cache per
+/// product; twice as deep they would push the strip out, and the second level gives no more than 50 bytes a cycle of the
+/// 64 that the tiles take.
+const DEPTH: usize = 256;
 /// Elements from row to row of a copied strip: 16 rows on as many sets.
 const STRIDE: usize = DEPTH + STEP;
-/// Rows of `x` per block: 512 KB of the second-level cache, [`DEPTH`] deep.
+/// Sums of a strip of weights against one of `x`, side by side: 2 KB apart they would fall on four sets of the cache.
+const SUMS: usize = STRIP * STRIP;
+/// Rows of `x` per block: 256 KB of the second-level cache, [`DEPTH`] deep.
 const BLOCK_M: usize = 512;
 /// Most weight rows per block: with [`BLOCK_M`], 1 MB of sums.
 const BLOCK_N: usize = 512;
 
 thread_local! {
-    /// Scratch of a unit: a strip and the sums. Kept, as new memory of this size would be mapped and cleared every time.
+    /// Packed rows of a launch. Kept, as new memory of this size would be mapped and cleared every time.
+    static PACKED: Cell<Vec<bf16>> = const { Cell::new(Vec::new()) };
+    /// A unit's strip and sums, kept too.
     static SCRATCH: Cell<(Vec<bf16>, Vec<f32>)> = const { Cell::new((Vec::new(), Vec::new())) };
 }
 
@@ -45,8 +51,9 @@ pub(super) fn products<O: Lane>(cpu: &Cpu, amx: Amx, op: &'static str, list: Vec
     // Below 4M multiplications, a few microseconds, waking the pool is not worth it.
     let alone = list.iter().fold(0usize, |sum, p| sum.saturating_add(p.work())) < 4 << 20;
     let sizes = |p: &Product<'_>| p.x.shape()[0].div_ceil(16) * p.x.shape()[1].div_ceil(STEP) * TILE;
-    let mut packed = vec![bf16::ZERO; list.iter().map(sizes).sum()];
-    let (mut packs, mut rest) = (vec![], &mut packed[..]);
+    let mut buffer = PACKED.take();
+    let packed = aligned(&mut buffer, list.iter().map(sizes).sum());
+    let (mut packs, mut rest) = (vec![], &mut *packed);
     for p in &list {
         let x = Rows::<bf16>::new(op, "x", p.x)?;
         let (mine, others) = rest.split_at_mut(sizes(p));
@@ -61,7 +68,7 @@ pub(super) fn products<O: Lane>(cpu: &Cpu, amx: Amx, op: &'static str, list: Vec
         cpu.pool().scatter(packs, |p| amx.run(p));
     }
 
-    let (mut units, mut rest) = (vec![], &packed[..]);
+    let (mut units, mut rest) = (vec![], &*packed);
     let blocks: usize = list.iter().map(|p| p.x.shape()[0].div_ceil(BLOCK_M)).sum();
     for p in list {
         let (mine, others) = rest.split_at(sizes(&p));
@@ -82,6 +89,7 @@ pub(super) fn products<O: Lane>(cpu: &Cpu, amx: Amx, op: &'static str, list: Vec
     } else {
         cpu.pool().scatter(units, |u| amx.run(u));
     }
+    PACKED.set(buffer);
     Ok(())
 }
 
@@ -133,16 +141,19 @@ impl<O: Lane> TileKernel for Unit<'_, O> {
     fn run(self, v: Avx512, tiles: Tiles) {
         let (mut strip, mut sums) = SCRATCH.take();
         let m = self.out.range().len();
-        let stride = m.next_multiple_of(STRIP);
-        let width = self.out.row_len().next_multiple_of(STRIP);
-        strip.resize(STRIP * STRIDE, bf16::ZERO);
-        sums.resize(sums.len().max(width * stride), 0.0);
-        if m <= FEW {
-            self.few(tiles, &mut strip, &mut sums);
-        } else {
-            self.many(tiles, &mut strip, &mut sums);
+        let (strips, widths) = (m.div_ceil(STRIP), self.out.row_len().div_ceil(STRIP));
+        {
+            let strip = aligned(&mut strip, STRIP * STRIDE);
+            let sums = aligned(&mut sums, widths * strips * SUMS);
+            if self.k == 0 {
+                sums.fill(0.0);
+            } else if m <= FEW {
+                self.few(tiles, strip, sums);
+            } else {
+                self.many(v, tiles, strip, sums);
+            }
+            self.write(v, tiles, sums);
         }
-        self.write(v, tiles, &sums, stride);
         SCRATCH.set((strip, sums));
     }
 }
@@ -154,33 +165,27 @@ impl<O: Lane> Unit<'_, O> {
         let (whole, steps) = (self.k / STEP, self.k.div_ceil(STEP));
         for j in (0..width).step_by(STRIP) {
             let rows = STRIP.min(width - j);
-            let sums = &mut sums[j * STRIP..];
+            let sums = &mut sums[j * STRIP..][..SUMS];
             let mut done = 0;
             if rows == STRIP
                 && let Some((data, stride)) = self.w.stretch(self.first + j, STRIP)
             {
-                self.product(tiles, m, Left { data, stride }, 0, whole, sums, STRIP, false);
+                self.product(tiles, m, Left { data, stride }, 0, whole, sums, false);
                 done = whole;
             }
             while done < steps {
                 let n = (DEPTH / STEP).min(steps - done);
                 self.copy(j, done, n, strip);
-                self.product(tiles, m, Left { data: strip, stride: STRIDE }, done, n, sums, STRIP, done > 0);
+                self.product(tiles, m, Left { data: strip, stride: STRIDE }, done, n, sums, done > 0);
                 done += n;
-            }
-            if steps == 0 {
-                sums[..STRIP * STRIP].fill(0.0);
             }
         }
     }
 
     #[inline(always)]
-    fn many(&self, tiles: Tiles, strip: &mut [bf16], sums: &mut [f32]) {
+    fn many(&self, v: Avx512, tiles: Tiles, strip: &mut [bf16], sums: &mut [f32]) {
         let (m, width) = (self.out.range().len(), self.out.row_len());
-        let (steps, stride) = (self.k.div_ceil(STEP), m.next_multiple_of(STRIP));
-        if steps == 0 {
-            sums.fill(0.0);
-        }
+        let (steps, strips) = (self.k.div_ceil(STEP), m.div_ceil(STRIP));
         let mut done = 0;
         while done < steps {
             let n = (DEPTH / STEP).min(steps - done);
@@ -188,8 +193,13 @@ impl<O: Lane> Unit<'_, O> {
                 self.copy(j, done, n, strip);
                 for i in (0..m).step_by(STRIP) {
                     let x = &self.x[i / 16 * steps * TILE..];
-                    let (left, sums) = (Left { data: &*strip, stride: STRIDE }, &mut sums[j * stride + i..]);
-                    Self::product_at(tiles, (m - i).min(STRIP), x, steps, left, done, n, sums, stride, done > 0);
+                    let sums = &mut sums[(j / STRIP * strips + i / STRIP) * SUMS..];
+                    let (sums, next) = sums.split_at_mut(SUMS);
+                    if done > 0 {
+                        v.prefetch(&next[..SUMS.min(next.len())]);
+                    }
+                    let left = Left { data: &*strip, stride: STRIDE };
+                    Self::product_at(tiles, (m - i).min(STRIP), x, steps, left, done, n, sums, done > 0);
                 }
             }
             done += n;
@@ -206,10 +216,9 @@ impl<O: Lane> Unit<'_, O> {
         from: usize,
         n: usize,
         sums: &mut [f32],
-        stride: usize,
         keep: bool,
     ) {
-        Self::product_at(tiles, m, self.x, self.k.div_ceil(STEP), left, from, n, sums, stride, keep);
+        Self::product_at(tiles, m, self.x, self.k.div_ceil(STEP), left, from, n, sums, keep);
     }
 
     /// 32 weight rows against up to 32 rows of `x`, `n` steps from step `from` on.
@@ -224,11 +233,10 @@ impl<O: Lane> Unit<'_, O> {
         from: usize,
         n: usize,
         sums: &mut [f32],
-        stride: usize,
         keep: bool,
     ) {
         let right = Right { data: &x[from * TILE..], stride: steps * TILE };
-        let sums = Sums { data: sums, stride };
+        let sums = Sums { data: sums, stride: STRIP };
         if m > 16 {
             tiles.product_bf16::<2, 2>(left, right, n, sums, keep);
         } else {
@@ -253,22 +261,16 @@ impl<O: Lane> Unit<'_, O> {
         }
     }
 
-    /// Turns and rounds `sums`, `stride` floats per weight row, to the output.
+    /// Turns and rounds the sums to the output.
     #[inline(always)]
-    fn write(mut self, v: Avx512, tiles: Tiles, sums: &[f32], stride: usize) {
+    fn write(mut self, v: Avx512, tiles: Tiles, sums: &[f32]) {
         let (range, width) = (self.out.range(), self.out.row_len());
+        let strips = range.len().div_ceil(STRIP);
         let mut turned = [[0f32; 16]; 16];
-        let mut line = [0f32; BLOCK_N];
-        if range.len() == 1 {
-            for (j, x) in line[..width].iter_mut().enumerate() {
-                *x = sums[j * stride];
-            }
-            narrow(v, &line[..width], self.out.row(range.start));
-            return;
-        }
         for i in (0..range.len()).step_by(16) {
             for j in (0..width).step_by(16) {
-                tiles.turn(&sums[j * stride + i..], stride, &mut turned);
+                let block = (j / STRIP * strips + i / STRIP) * SUMS;
+                tiles.turn(&sums[block + j % STRIP * STRIP + i % STRIP..], STRIP, &mut turned);
                 let columns = j..width.min(j + 16);
                 for (r, row) in turned.iter().enumerate().take(range.len() - i) {
                     narrow(v, &row[..columns.len()], &mut self.out.row(range.start + i + r)[columns.clone()]);
