@@ -34,7 +34,7 @@ pub(super) fn suits(launch: &Launch<'_>) -> bool {
     let program = launch.program;
     let dim_qk: usize = launch.k.iter().map(Operand::dim).sum();
     dim_qk > 0
-        && dim_qk.is_multiple_of(2 * 16)
+        && launch.k.iter().all(|part| part.dim().is_multiple_of(STEP))
         && launch.dim_vo.is_multiple_of(2 * 16)
         && launch.out == DType::BF16
         && program.softmax()
@@ -180,47 +180,66 @@ fn pack(
             locate(launch.index, item.request as usize, pos + from as u32, item.kv_end, &mut at);
         }
         let at = &at[from % TILE_KV..][..STEP.min(n - from)];
-        gather(v, launch.k, head, at, b.wide, b.step, dq);
-        for (c, tile) in b.k[from * dq..][..STEP * dq].chunks_exact_mut(TILE).enumerate() {
-            let (half, column) = (c / (dq / STEP), c % (dq / STEP));
-            tiles.pack_rows(&b.step[16 * half * dq + column * STEP..], dq, tile);
-        }
-        let mut stride = dq;
-        if let Some(values) = &launch.v {
-            gather(v, std::slice::from_ref(values), head, at, b.wide, b.step, dv);
-            stride = dv;
-        }
-        for row in b.step.chunks_exact(stride).take(at.len()) {
-            finite &= !row[..dv].iter().fold(false, |bad, x| bad | (x.to_bits() & 0x7f80 == 0x7f80));
-        }
+        let keys = &mut b.k[from * dq..][..STEP * dq];
         let apart = SPAN / STEP * TILE;
-        for c in (0..dv).step_by(32) {
-            let to = &mut b.v[c / 16 * apart + from / STEP * TILE..];
-            tiles.pack_columns(&b.step[c..], stride, to, apart);
+        let values = &mut b.v[from / STEP * TILE..];
+        let mut column = 0;
+        for part in launch.k {
+            let rows = rows_of(v, part, head, at, b.wide, b.step);
+            let (low, high) = keys.split_at_mut(16 * dq);
+            for (rows, tiles_of) in rows.as_chunks::<16>().0.iter().zip([low, high]) {
+                for c in (0..part.dim()).step_by(STEP) {
+                    tiles.pack_rows(rows, c, &mut tiles_of[(column + c) * 16..]);
+                }
+            }
+            if launch.v.is_none() && column < dv {
+                finite &= all_finite(&rows, dv - column);
+                for c in (0..part.dim().min(dv - column)).step_by(32) {
+                    tiles.pack_columns(&rows, c, &mut values[(column + c) / 16 * apart..], apart);
+                }
+            }
+            column += part.dim();
+        }
+        if let Some(part) = &launch.v {
+            let rows = rows_of(v, part, head, at, b.wide, b.step);
+            finite &= all_finite(&rows, dv);
+            for c in (0..dv).step_by(32) {
+                tiles.pack_columns(&rows, c, &mut values[c / 16 * apart..], apart);
+            }
         }
     }
     finite
 }
 
-/// The rows of some positions as bf16, `stride` apart in `step`, their parts side by side, zeros after the last.
+fn all_finite(rows: &[&[bf16]; STEP], dim: usize) -> bool {
+    rows.iter()
+        .all(|row| !row[..dim.min(row.len())].iter().fold(false, |bad, x| bad | (x.to_bits() & 0x7f80 == 0x7f80)))
+}
+
+/// The rows of some positions as bf16, where they lie if they are, in `step` if not; zeros after the last.
 #[inline(always)]
-fn gather(
+fn rows_of<'a>(
     v: Avx512,
-    parts: &[Operand<'_>],
+    part: &Operand<'a>,
     head: u32,
     at: &[[usize; 2]],
     wide: &mut [f32],
-    step: &mut [bf16],
-    stride: usize,
-) {
-    let mut from = 0;
-    for part in parts {
-        for (row, &[a, b]) in step.chunks_exact_mut(stride).zip(at) {
-            part.copy_bf16(v, [a, b, head as usize], wide, &mut row[from..from + part.dim()]);
-        }
-        from += part.dim();
+    step: &'a mut [bf16],
+) -> [&'a [bf16]; STEP] {
+    static ZEROS: [bf16; 512] = [bf16::ZERO; 512];
+    let mut rows = [&ZEROS[..]; STEP];
+    let mut copies = step.chunks_exact_mut(part.dim());
+    for (row, &[a, b]) in rows.iter_mut().zip(at) {
+        *row = match part.bf16_row([a, b, head as usize]) {
+            Some(row) => row,
+            None => {
+                let copy = copies.next().expect("a step of rows");
+                part.copy_bf16(v, [a, b, head as usize], wide, copy);
+                copy
+            }
+        };
     }
-    step[at.len() * stride..STEP * stride].fill(bf16::ZERO);
+    rows
 }
 
 /// Some query rows of an item against one span.

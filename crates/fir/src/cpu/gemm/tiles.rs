@@ -111,16 +111,20 @@ impl TileKernel for Pack<'_> {
     fn run(self, _: Avx512, tiles: Tiles) {
         let Self { x, first, to } = self;
         let (rows, k) = (16.min(x.len() - first), x.row_len());
-        let mut block = [bf16::ZERO; 16 * STEP];
+        let mut ends = [[bf16::ZERO; STEP]; 16];
         for (step, tile) in to.chunks_exact_mut(TILE).enumerate() {
             let columns = step * STEP..k.min((step + 1) * STEP);
-            if columns.len() < STEP {
-                block.fill(bf16::ZERO);
+            let mut lines: [&[bf16]; 16] = [&[bf16::ZERO; STEP]; 16];
+            for (r, end) in ends.iter_mut().take(rows).enumerate() {
+                let row = &x.row(first + r)[columns.clone()];
+                lines[r] = if row.len() == STEP {
+                    row
+                } else {
+                    end[..row.len()].copy_from_slice(row);
+                    end
+                };
             }
-            for (r, to) in block.chunks_exact_mut(STEP).take(rows).enumerate() {
-                to[..columns.len()].copy_from_slice(&x.row(first + r)[columns.clone()]);
-            }
-            tiles.pack_rows(&block, STEP, tile);
+            tiles.pack_rows(&lines, 0, tile);
         }
     }
 }
