@@ -19,6 +19,7 @@ mod tiles;
 
 use std::ops::Range;
 use std::sync::PoisonError;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use self::merge::Merges;
 pub(crate) use self::merge::{merge_levels, merge_state, merge_state_in_place, merge_states};
@@ -153,15 +154,17 @@ pub(crate) fn run(cpu: &Cpu, launch: &Launch<'_>, partials: &mut [f32], tiles: &
     let schedule = launch.schedule;
     {
         let rows = RowsOnce::new(RowsMut::from_slice(partials, width));
+        let next: Vec<AtomicUsize> = (0..schedule.workers()).map(|_| AtomicUsize::new(0)).collect();
+        let claim = |list: usize| schedule.of(list).get(next[list].fetch_add(1, Ordering::Relaxed));
         cpu.pool().run(&|worker| {
-            // A pool of another size than the plan's takes the plan's workers in turn.
-            let mine = (worker..schedule.workers()).step_by(cpu.workers());
-            if mine.clone().all(|w| schedule.of(w).is_empty()) {
-                return;
-            }
             let mut tile = tiles[worker % tiles.len()].lock().unwrap_or_else(PoisonError::into_inner);
             let mut work = Worker::new(launch, &mut tile, &rows, sink);
-            mine.flat_map(|w| schedule.of(w)).for_each(|item| work.run(cpu, item));
+            // Its own items first, then what others have left. Which worker does an item changes no bit of it.
+            for list in (0..next.len()).map(|i| (worker + i) % next.len()) {
+                while let Some(item) = claim(list) {
+                    work.run(cpu, item);
+                }
+            }
         });
     }
     let merges = schedule.merges();
