@@ -12,11 +12,11 @@
 
 use std::cell::Cell;
 
-use super::Product;
+use super::{Epilogue, Product};
 use crate::cpu::arch::{Amx, Avx512, Left, Right, Sums, TILE, TileKernel, Tiles, aligned};
 use crate::cpu::exec::Cpu;
 use crate::cpu::pool::RowsMut;
-use crate::cpu::rows::{Rows, narrow};
+use crate::cpu::rows::Rows;
 use crate::cpu::vector::{Lane, Vector};
 use crate::error::Result;
 use crate::tensor::bf16;
@@ -73,7 +73,7 @@ pub(super) fn products<O: Lane>(cpu: &Cpu, amx: Amx, op: &'static str, list: Vec
     for p in list {
         let (mine, others) = rest.split_at(sizes(&p));
         rest = others;
-        let (m, k) = (p.x.shape()[0], p.x.shape()[1]);
+        let (m, k, n) = (p.x.shape()[0], p.x.shape()[1], p.out.shape()[1]);
         let (w, out) = (Rows::<bf16>::new(op, "w", p.w)?, RowsMut::<O>::new(op, "out", p.out)?);
         // About eight units per worker over all products, for a worker that is slow for a while.
         let width = (w.len() * blocks / (8 * cpu.workers())).next_multiple_of(STRIP).clamp(STRIP, BLOCK_N);
@@ -81,7 +81,7 @@ pub(super) fn products<O: Lane>(cpu: &Cpu, amx: Amx, op: &'static str, list: Vec
         for (b, rows) in out.cut(block_lens(m)).into_iter().enumerate() {
             let x = &mine[b * BLOCK_M / 16 * steps * TILE..];
             let columns = rows.split_columns(width).into_iter().enumerate();
-            units.extend(columns.map(|(i, out)| Unit { x, w, first: i * width, k, out }));
+            units.extend(columns.map(|(i, out)| Unit { x, w, k, n, first: i * width, out, then: p.then }));
         }
     }
     if alone {
@@ -134,9 +134,12 @@ struct Unit<'a, O> {
     /// Packed, from the unit's first row on.
     x: &'a [bf16],
     w: Rows<'a, bf16>,
-    first: usize,
     k: usize,
+    /// Columns of the whole product.
+    n: usize,
+    first: usize,
     out: RowsMut<'a, O>,
+    then: Epilogue<'a>,
 }
 
 impl<O: Lane> TileKernel for Unit<'_, O> {
@@ -148,15 +151,19 @@ impl<O: Lane> TileKernel for Unit<'_, O> {
         let (strips, widths) = (m.div_ceil(STRIP), self.out.row_len().div_ceil(STRIP));
         {
             let strip = aligned(&mut strip, STRIP * STRIDE);
-            let sums = aligned(&mut sums, widths * strips * SUMS);
-            if self.k == 0 {
-                sums.fill(0.0);
-            } else if m <= FEW {
-                self.few(tiles, strip, sums);
-            } else {
-                self.many(v, tiles, strip, sums);
+            let size = widths * strips * SUMS;
+            let sums = aligned(&mut sums, self.then.rows() * size);
+            for (half, sums) in sums.chunks_exact_mut(size).enumerate() {
+                let first = half * self.n + self.first;
+                if self.k == 0 {
+                    sums.fill(0.0);
+                } else if m <= FEW {
+                    self.few(tiles, first, strip, sums);
+                } else {
+                    self.many(v, tiles, first, strip, sums);
+                }
             }
-            self.write(v, tiles, sums);
+            self.write(v, tiles, sums, size);
         }
         SCRATCH.set((strip, sums));
     }
@@ -164,7 +171,7 @@ impl<O: Lane> TileKernel for Unit<'_, O> {
 
 impl<O: Lane> Unit<'_, O> {
     #[inline(always)]
-    fn few(&self, tiles: Tiles, strip: &mut [bf16], sums: &mut [f32]) {
+    fn few(&self, tiles: Tiles, first: usize, strip: &mut [bf16], sums: &mut [f32]) {
         let (m, width) = (self.out.range().len(), self.out.row_len());
         let (whole, steps) = (self.k / STEP, self.k.div_ceil(STEP));
         for j in (0..width).step_by(STRIP) {
@@ -172,14 +179,14 @@ impl<O: Lane> Unit<'_, O> {
             let sums = &mut sums[j * STRIP..][..SUMS];
             let mut done = 0;
             if rows == STRIP
-                && let Some((data, stride)) = self.w.stretch(self.first + j, STRIP)
+                && let Some((data, stride)) = self.w.stretch(first + j, STRIP)
             {
                 self.product(tiles, m, Left { data, stride }, 0, whole, sums, false);
                 done = whole;
             }
             while done < steps {
                 let n = (DEPTH / STEP).min(steps - done);
-                self.copy(j, done, n, strip);
+                self.copy(first, j, done, n, strip);
                 self.product(tiles, m, Left { data: strip, stride: STRIDE }, done, n, sums, done > 0);
                 done += n;
             }
@@ -187,14 +194,14 @@ impl<O: Lane> Unit<'_, O> {
     }
 
     #[inline(always)]
-    fn many(&self, v: Avx512, tiles: Tiles, strip: &mut [bf16], sums: &mut [f32]) {
+    fn many(&self, v: Avx512, tiles: Tiles, first: usize, strip: &mut [bf16], sums: &mut [f32]) {
         let (m, width) = (self.out.range().len(), self.out.row_len());
         let (steps, strips) = (self.k.div_ceil(STEP), m.div_ceil(STRIP));
         let mut done = 0;
         while done < steps {
             let n = (DEPTH / STEP).min(steps - done);
             for j in (0..width).step_by(STRIP) {
-                self.copy(j, done, n, strip);
+                self.copy(first, j, done, n, strip);
                 for i in (0..m).step_by(STRIP) {
                     let x = &self.x[i / 16 * steps * TILE..];
                     let sums = &mut sums[(j / STRIP * strips + i / STRIP) * SUMS..];
@@ -248,15 +255,15 @@ impl<O: Lane> Unit<'_, O> {
         }
     }
 
-    /// Copies 32 weight rows from the unit's row `j` on, `n` steps from step `from` on, zeros beyond the weights.
+    /// Copies 32 weight rows from `first + j` on, `n` steps from step `from` on, zeros beyond the weights.
     #[inline(always)]
-    fn copy(&self, j: usize, from: usize, n: usize, strip: &mut [bf16]) {
+    fn copy(&self, first: usize, j: usize, from: usize, n: usize, strip: &mut [bf16]) {
         let rows = STRIP.min(self.out.row_len() - j);
         let columns = from * STEP..self.k.min((from + n) * STEP);
         for (r, to) in strip.chunks_exact_mut(STRIDE).enumerate() {
             let to = &mut to[..n * STEP];
             if r < rows {
-                let row = &self.w.row(self.first + j + r)[columns.clone()];
+                let row = &self.w.row(first + j + r)[columns.clone()];
                 to[..row.len()].copy_from_slice(row);
                 to[row.len()..].fill(bf16::ZERO);
             } else {
@@ -265,19 +272,23 @@ impl<O: Lane> Unit<'_, O> {
         }
     }
 
-    /// Turns and rounds the sums to the output.
+    /// Turns the sums, `size` of them per weight row of a column, and writes them.
     #[inline(always)]
-    fn write(mut self, v: Avx512, tiles: Tiles, sums: &[f32]) {
+    fn write(mut self, v: Avx512, tiles: Tiles, sums: &[f32], size: usize) {
         let (range, width) = (self.out.range(), self.out.row_len());
         let strips = range.len().div_ceil(STRIP);
-        let mut turned = [[0f32; 16]; 16];
+        let mut turned = [[[0f32; 16]; 16]; 2];
         for i in (0..range.len()).step_by(16) {
             for j in (0..width).step_by(16) {
-                let block = (j / STRIP * strips + i / STRIP) * SUMS;
-                tiles.turn(&sums[block + j % STRIP * STRIP + i % STRIP..], STRIP, &mut turned);
+                let block = (j / STRIP * strips + i / STRIP) * SUMS + j % STRIP * STRIP + i % STRIP;
+                for (sums, turned) in sums.chunks_exact(size).zip(&mut turned) {
+                    tiles.turn(&sums[block..], STRIP, turned);
+                }
                 let columns = j..width.min(j + 16);
-                for (r, row) in turned.iter().enumerate().take(range.len() - i) {
-                    narrow(v, &row[..columns.len()], &mut self.out.row(range.start + i + r)[columns.clone()]);
+                for r in 0..16.min(range.len() - i) {
+                    let [sums, second] = [0, 1].map(|half: usize| &turned[half][r][..columns.len()]);
+                    let out = &mut self.out.row(range.start + i + r)[columns.clone()];
+                    self.then.write(v, self.first + j, sums, second, out);
                 }
             }
         }
