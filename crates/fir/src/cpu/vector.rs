@@ -221,7 +221,11 @@ mod tests {
             Token::of(level).unwrap().run(Codes4 { x: &x, out: &mut out, back: &mut back });
             for ((x, &got), back) in x.chunks_exact(2).zip(&out).zip(back.chunks_exact(2)) {
                 assert_eq!(got, E2m1x2::from_f32([x[0], x[1]]), "{x:?} at {level}");
-                assert_eq!(got.to_f32().map(f32::to_bits), [back[0].to_bits(), back[1].to_bits()], "{got:?} at {level}");
+                assert_eq!(
+                    got.to_f32().map(f32::to_bits),
+                    [back[0].to_bits(), back[1].to_bits()],
+                    "{got:?} at {level}"
+                );
             }
         }
     }
