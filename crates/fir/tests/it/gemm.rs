@@ -170,6 +170,18 @@ fn bad_arguments_are_named() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
     #[test]
+    fn sizes_of_blocks_change_no_bit(m in 1usize..200, n in 1usize..150, k in 1usize..300, seed in any::<u64>(), pick in 0usize..4) {
+        let mut rng = Rng::new(seed);
+        let (x, w) = (rng.tensor(DType::BF16, &[m, k]), rng.tensor(DType::BF16, &[n, k]));
+        let text = ["gemm_depth 32\ngemm_block 32", "gemm_depth 64\ngemm_block 96", "gemm_block 64", "gemm_depth 1024"][pick];
+        let Exec::Cpu(cpu) = Exec::cpu().unwrap() else { unreachable!() };
+        let tuned = Exec::Cpu(cpu.tuned(text.parse().unwrap()).unwrap());
+        let plain = Exec::Cpu(cpu.tuned(Default::default()).unwrap());
+        let (a, b) = (product(&plain, &x, &w, DType::F32), product(&tuned, &x, &w, DType::F32));
+        prop_assert_eq!(a.as_slice::<f32>().unwrap(), b.as_slice::<f32>().unwrap());
+    }
+
+    #[test]
     fn a_row_has_the_same_bits_whatever_is_beside_it(
         m in 1usize..80, n in 1usize..150, k in 0usize..1200, pick in any::<u64>(), threads in 1usize..5,
         dtype in prop::sample::select(&FLOATS[..]),

@@ -1,6 +1,6 @@
 //! Attention of many query rows through AMX tiles.
 //!
-//! For every [`SPAN`] of KV positions and head, keys and values are packed once as right operands; then strips of 32 query
+//! For every span of KV positions and head, keys and values are packed once as right operands; then strips of 32 query
 //! rows take their scores, turn them into weights rounded to bf16, and add the weighted values, all in cache. Scores,
 //! sums and outputs are f32.
 //!
@@ -8,8 +8,8 @@
 //! so nothing else of the softmax is done per element.
 
 use super::{
-    Finish, Item, Launch, Operand, Registers, Sink, State, base, block_of, ctx_of, hooks, locate, natural, start_state,
-    write_state,
+    Finish, Item, Launch, Operand, Registers, Shape, Sink, State, base, block_of, ctx_of, hooks, locate, natural,
+    start_state, write_state,
 };
 use crate::cpu::arch::{Avx512, Left, Right, Sums, TILE, TileKernel, Tiles};
 use crate::cpu::pool::RowsOnce;
@@ -18,11 +18,6 @@ use crate::plan::TILE_KV;
 use crate::tensor::{DType, bf16};
 use crate::variant::{Block, Visible};
 
-/// Query rows per head and item. A span's keys and values are packed for every item, at the cost of a product with
-/// about 60 rows.
-pub(super) const ROWS: usize = 512;
-/// KV positions whose weights are taken at once: outputs are loaded and stored once per span.
-const SPAN: usize = 256;
 /// Query rows whose weights are taken at once.
 const STRIP: usize = 32;
 /// Depth of a tile.
@@ -44,11 +39,11 @@ pub(super) fn suits(launch: &Launch<'_>) -> bool {
 }
 
 /// Floats of one worker's buffer.
-pub(super) fn floats(dim_qk: usize, dim_vo: usize, rows: usize) -> usize {
-    let rows = rows.next_multiple_of(STRIP);
+pub(super) fn floats(dim_qk: usize, dim_vo: usize, shape: Shape) -> usize {
+    let (rows, span) = (shape.rows.next_multiple_of(STRIP), shape.span);
     let (dq, dv) = (dim_qk, dim_vo);
     // Queries, outputs, scores, weights, keys, values, a step of rows, one wide row, and to the next cache line.
-    rows * dq / 2 + rows * dv + STRIP * SPAN * 3 / 2 + SPAN * (dq + dv) / 2 + STEP * dq.max(dv) / 2 + dq.max(dv) + 16
+    rows * dq / 2 + rows * dv + STRIP * span * 3 / 2 + span * (dq + dv) / 2 + STEP * dq.max(dv) / 2 + dq.max(dv) + 16
 }
 
 /// One item of the schedule.
@@ -68,29 +63,30 @@ struct Buffers<'b> {
     q: &'b mut [bf16],
     /// `[rows, dim_vo]`
     o: &'b mut [f32],
-    /// `[STRIP, SPAN]`
+    /// `[STRIP, span]`
     s: &'b mut [f32],
-    /// `[STRIP, SPAN]`
+    /// `[STRIP, span]`
     p: &'b mut [bf16],
-    /// Tiles `[SPAN / 16, dim_qk / STEP]`
+    /// Tiles `[span / 16, dim_qk / STEP]`
     k: &'b mut [bf16],
-    /// Tiles `[dim_vo / 16, SPAN / STEP]`
+    /// Tiles `[dim_vo / 16, span / STEP]`
     v: &'b mut [bf16],
     /// `[STEP, dim_qk.max(dim_vo)]`
     step: &'b mut [bf16],
     wide: &'b mut [f32],
+    span: usize,
 }
 
 impl<'b> Buffers<'b> {
-    fn new(buffer: &'b mut [f32], rows: usize, dq: usize, dv: usize) -> Self {
+    fn new(buffer: &'b mut [f32], rows: usize, span: usize, dq: usize, dv: usize) -> Self {
         let at = buffer.as_ptr().align_offset(64).min(16);
         let mut rest = &mut buffer[at..];
         let mut take = |n: usize| rest.split_off_mut(..n).expect("sized by `floats`");
-        let (q, o, s, p) = (take(rows * dq / 2), take(rows * dv), take(STRIP * SPAN), take(STRIP * SPAN / 2));
-        let (k, v) = (take(SPAN * dq / 2), take(SPAN * dv / 2));
+        let (q, o, s, p) = (take(rows * dq / 2), take(rows * dv), take(STRIP * span), take(STRIP * span / 2));
+        let (k, v) = (take(span * dq / 2), take(span * dv / 2));
         let (step, wide) = (take(STEP * dq.max(dv) / 2), take(dq.max(dv)));
         let half = bytemuck::cast_slice_mut::<f32, bf16>;
-        Self { q: half(q), o, s, p: half(p), k: half(k), v: half(v), step: half(step), wide }
+        Self { q: half(q), o, s, p: half(p), k: half(k), v: half(v), step: half(step), wide, span }
     }
 }
 
@@ -103,7 +99,7 @@ impl TileKernel for TileItem<'_, '_> {
         let dq: usize = launch.k.iter().map(Operand::dim).sum();
         let per_head = item.q_len as usize * group;
         let rows = per_head.next_multiple_of(STRIP);
-        let mut b = Buffers::new(buffer, rows, dq, dv);
+        let mut b = Buffers::new(buffer, rows, launch.shape.span, dq, dv);
         let tokens = &launch.tokens[item.q_start as usize..][..item.q_len as usize];
         for head in item.head_start..item.head_end {
             for row in 0..per_head {
@@ -121,7 +117,7 @@ impl TileKernel for TileItem<'_, '_> {
             let block = block_of(tokens, head..head + 1, group);
             let mut pos = item.kv_start;
             while pos < item.kv_end {
-                let n = (item.kv_end - pos).min(SPAN as u32) as usize;
+                let n = (item.kv_end - pos).min(b.span as u32) as usize;
                 let kv_pos = launch.kv_base.map_or(0, |b| b[item.request as usize]) + pos as i32;
                 let visible = see(launch, &block, kv_pos, n);
                 if visible != Visible::None {
@@ -181,7 +177,7 @@ fn pack(
         }
         let at = &at[from % TILE_KV..][..STEP.min(n - from)];
         let keys = &mut b.k[from * dq..][..STEP * dq];
-        let apart = SPAN / STEP * TILE;
+        let apart = b.span / STEP * TILE;
         let values = &mut b.v[from / STEP * TILE..];
         let mut column = 0;
         for part in launch.k {
@@ -299,12 +295,12 @@ impl Strip<'_, '_> {
         let q = Left { data: &b.q[first * dq..], stride: dq };
         for j in (from..n).step_by(STEP) {
             let keys = Right { data: &b.k[j * dq..], stride: 16 * dq };
-            tiles.product_bf16::<2, 2>(q, keys, dq / STEP, Sums { data: &mut b.s[j..], stride: SPAN }, false);
+            tiles.product_bf16::<2, 2>(q, keys, dq / STEP, Sums { data: &mut b.s[j..], stride: b.span }, false);
         }
 
         let (base, natural, program) = (base(launch), natural(launch), launch.program);
         for row in 0..count {
-            let s = &mut b.s[row * SPAN + from..row * SPAN + n.next_multiple_of(STEP)];
+            let s = &mut b.s[row * b.span + from..row * b.span + n.next_multiple_of(STEP)];
             let seen = n - from;
             if natural {
                 for s in &mut s[..seen] {
@@ -318,15 +314,15 @@ impl Strip<'_, '_> {
                 hooks::logits(v, program, launch.bound, &ctx, kv_pos, &mut s[..seen], regs, masked);
             }
             s[seen..].fill(f32::NEG_INFINITY);
-            let p = &mut b.p[row * SPAN + from..][..s.len()];
+            let p = &mut b.p[row * b.span + from..][..s.len()];
             weights(v, tiles, s, p, base, &mut states[first + row], &mut b.o[(first + row) * dv..][..dv]);
         }
 
         if masked && !finite {
             return self.accumulate_visible(from, n, b);
         }
-        let p = Left { data: &b.p[from..], stride: SPAN };
-        let apart = SPAN / STEP * TILE;
+        let p = Left { data: &b.p[from..], stride: b.span };
+        let apart = b.span / STEP * TILE;
         for c in (0..dv).step_by(32) {
             let values = Right { data: &b.v[c / 16 * apart + from / STEP * TILE..], stride: apart };
             let o = Sums { data: &mut b.o[first * dv + c..], stride: dv };
@@ -340,10 +336,10 @@ impl Strip<'_, '_> {
         for row in 0..self.count {
             let o = &mut b.o[(self.first + row) * dv..][..dv];
             for j in from..n {
-                let p = b.p[row * SPAN + j].to_f32();
+                let p = b.p[row * b.span + j].to_f32();
                 if p != 0.0 {
                     for (c, o) in o.iter_mut().enumerate() {
-                        let tile = c / 16 * (SPAN / STEP) + j / STEP;
+                        let tile = c / 16 * (b.span / STEP) + j / STEP;
                         *o += p * b.v[tile * TILE + j % STEP / 2 * 32 + c % 16 * 2 + j % 2].to_f32();
                     }
                 }

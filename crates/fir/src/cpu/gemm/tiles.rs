@@ -4,7 +4,7 @@
 //! for all weights; so sums come out turned, `[n, m]`, and are turned back as they are written.
 //!
 //! A unit of work is a block of weight rows against a block of `x`. Up to [`FEW`] rows of `x` use a weight once: tiles
-//! load it from where it lies, and the memory is the bound. For more, a strip of 32 weight rows, [`DEPTH`] deep, is
+//! load it from where it lies, and the memory is the bound. For more, a strip of 32 weight rows is
 //! copied to the first-level cache (rows a power of two apart would fall on few of its sets) and meets every row of the
 //! block, which stays in the second level beside its sums.
 //!
@@ -27,18 +27,27 @@ const STEP: usize = 32;
 const STRIP: usize = 32;
 /// Most rows of `x` that use weights as they lie in memory: those of one strip.
 const FEW: usize = STRIP;
-/// Elements along `k` of a strip: with 32 rows 18 KB. Beside it 16 KB of `x` stream through the first-level cache per
-/// product; twice as deep they would push the strip out, and the second level gives no more than 50 bytes a cycle of the
-/// 64 that the tiles take.
-const DEPTH: usize = 256;
-/// Elements from row to row of a copied strip: 16 rows on as many sets.
-const STRIDE: usize = DEPTH + STEP;
 /// Sums of a strip of weights against one of `x`, side by side: 2 KB apart they would fall on four sets of the cache.
 const SUMS: usize = STRIP * STRIP;
-/// Rows of `x` per block: 256 KB of the second-level cache, [`DEPTH`] deep.
-const BLOCK_M: usize = 512;
-/// Most weight rows per block: with [`BLOCK_M`], 1 MB of sums.
-const BLOCK_N: usize = 512;
+/// Sizes of the blocks of a launch.
+///
+/// A strip of the default depth, 256, takes 18 KB. Beside it 16 KB of `x` stream through the first-level cache per
+/// product; twice as deep they would push the strip out, and the second level gives no more than 50 bytes a cycle of the
+/// 64 that the tiles take. A block of 512 rows of `x` and as many weight rows has 1 MB of sums, and 256 KB of `x`.
+#[derive(Clone, Copy)]
+struct Sizes {
+    /// Elements along `k` of a strip.
+    depth: usize,
+    /// Rows of `x` per block, and most weight rows.
+    block: usize,
+}
+
+impl Sizes {
+    /// Elements from row to row of a copied strip: 16 rows on as many sets of the cache.
+    fn stride(self) -> usize {
+        self.depth + STEP
+    }
+}
 
 thread_local! {
     /// Packed rows of a launch. Kept, as new memory of this size would be mapped and cleared every time.
@@ -50,13 +59,15 @@ thread_local! {
 pub(super) fn products<O: Lane>(cpu: &Cpu, amx: Amx, op: &'static str, list: Vec<Product<'_>>) -> Result<()> {
     // Below 4M multiplications, a few microseconds, waking the pool is not worth it.
     let alone = list.iter().fold(0usize, |sum, p| sum.saturating_add(p.work())) < 4 << 20;
-    let sizes = |p: &Product<'_>| p.x.shape()[0].div_ceil(16) * p.x.shape()[1].div_ceil(STEP) * TILE;
+    let tuning = cpu.tuning();
+    let sizes = Sizes { depth: tuning.gemm_depth, block: tuning.gemm_block };
+    let packed_len = |p: &Product<'_>| p.x.shape()[0].div_ceil(16) * p.x.shape()[1].div_ceil(STEP) * TILE;
     let mut buffer = PACKED.take();
-    let packed = aligned(&mut buffer, list.iter().map(sizes).sum());
+    let packed = aligned(&mut buffer, list.iter().map(packed_len).sum());
     let (mut packs, mut rest) = (vec![], &mut *packed);
     for p in &list {
         let x = Rows::<bf16>::new(op, "x", p.x)?;
-        let (mine, others) = rest.split_at_mut(sizes(p));
+        let (mine, others) = rest.split_at_mut(packed_len(p));
         rest = others;
         // Sixteen rows each.
         let tile_rows = mine.chunks_mut((x.row_len().div_ceil(STEP) * TILE).max(1));
@@ -69,19 +80,19 @@ pub(super) fn products<O: Lane>(cpu: &Cpu, amx: Amx, op: &'static str, list: Vec
     }
 
     let (mut units, mut rest) = (vec![], &*packed);
-    let blocks: usize = list.iter().map(|p| p.x.shape()[0].div_ceil(BLOCK_M)).sum();
+    let blocks: usize = list.iter().map(|p| p.x.shape()[0].div_ceil(sizes.block)).sum();
     for p in list {
-        let (mine, others) = rest.split_at(sizes(&p));
+        let (mine, others) = rest.split_at(packed_len(&p));
         rest = others;
         let (m, k, n) = (p.x.shape()[0], p.x.shape()[1], p.out.shape()[1]);
         let (w, out) = (Rows::<bf16>::new(op, "w", p.w)?, RowsMut::<O>::new(op, "out", p.out)?);
         // About eight units per worker over all products, for a worker that is slow for a while.
-        let width = (w.len() * blocks / (8 * cpu.workers())).next_multiple_of(STRIP).clamp(STRIP, BLOCK_N);
+        let width = (w.len() * blocks / (8 * cpu.workers())).next_multiple_of(STRIP).clamp(STRIP, sizes.block);
         let steps = k.div_ceil(STEP);
-        for (b, rows) in out.cut(block_lens(m)).into_iter().enumerate() {
-            let x = &mine[b * BLOCK_M / 16 * steps * TILE..];
+        for (b, rows) in out.cut(lens(m, sizes.block)).into_iter().enumerate() {
+            let x = &mine[b * sizes.block / 16 * steps * TILE..];
             let columns = rows.split_columns(width).into_iter().enumerate();
-            units.extend(columns.map(|(i, out)| Unit { x, w, k, n, first: i * width, out, then: p.then }));
+            units.extend(columns.map(|(i, out)| Unit { sizes, x, w, k, n, first: i * width, out, then: p.then }));
         }
     }
     if alone {
@@ -94,8 +105,8 @@ pub(super) fn products<O: Lane>(cpu: &Cpu, amx: Amx, op: &'static str, list: Vec
 }
 
 /// Lengths of the blocks that `m` rows are cut into.
-fn block_lens(m: usize) -> impl Iterator<Item = usize> {
-    (0..m).step_by(BLOCK_M).map(move |at| BLOCK_M.min(m - at))
+fn lens(m: usize, block: usize) -> impl Iterator<Item = usize> {
+    (0..m).step_by(block).map(move |at| block.min(m - at))
 }
 
 /// Packs up to 16 rows of `x`, from `first` on, zeros after the last and after the end of each.
@@ -129,8 +140,9 @@ impl TileKernel for Pack<'_> {
     }
 }
 
-/// Rows `out.range()` of a product, at most [`BLOCK_M`], for the weight rows from `first` on, as many as `out` is wide.
+/// Rows `out.range()` of a product, for the weight rows from `first` on, as many as `out` is wide.
 struct Unit<'a, O> {
+    sizes: Sizes,
     /// Packed, from the unit's first row on.
     x: &'a [bf16],
     w: Rows<'a, bf16>,
@@ -150,7 +162,7 @@ impl<O: Lane> TileKernel for Unit<'_, O> {
         let m = self.out.range().len();
         let (strips, widths) = (m.div_ceil(STRIP), self.out.row_len().div_ceil(STRIP));
         {
-            let strip = aligned(&mut strip, STRIP * STRIDE);
+            let strip = aligned(&mut strip, STRIP * self.sizes.stride());
             let size = widths * strips * SUMS;
             let sums = aligned(&mut sums, self.then.rows() * size);
             for (half, sums) in sums.chunks_exact_mut(size).enumerate() {
@@ -185,9 +197,9 @@ impl<O: Lane> Unit<'_, O> {
                 done = whole;
             }
             while done < steps {
-                let n = (DEPTH / STEP).min(steps - done);
+                let n = (self.sizes.depth / STEP).min(steps - done);
                 self.copy(first, j, done, n, strip);
-                self.product(tiles, m, Left { data: strip, stride: STRIDE }, done, n, sums, done > 0);
+                self.product(tiles, m, Left { data: strip, stride: self.sizes.stride() }, done, n, sums, done > 0);
                 done += n;
             }
         }
@@ -199,7 +211,7 @@ impl<O: Lane> Unit<'_, O> {
         let (steps, strips) = (self.k.div_ceil(STEP), m.div_ceil(STRIP));
         let mut done = 0;
         while done < steps {
-            let n = (DEPTH / STEP).min(steps - done);
+            let n = (self.sizes.depth / STEP).min(steps - done);
             for j in (0..width).step_by(STRIP) {
                 self.copy(first, j, done, n, strip);
                 for i in (0..m).step_by(STRIP) {
@@ -209,7 +221,7 @@ impl<O: Lane> Unit<'_, O> {
                     if done > 0 {
                         v.prefetch(&next[..SUMS.min(next.len())]);
                     }
-                    let left = Left { data: &*strip, stride: STRIDE };
+                    let left = Left { data: &*strip, stride: self.sizes.stride() };
                     Self::product_at(tiles, (m - i).min(STRIP), x, steps, left, done, n, sums, done > 0);
                 }
             }
@@ -260,7 +272,7 @@ impl<O: Lane> Unit<'_, O> {
     fn copy(&self, first: usize, j: usize, from: usize, n: usize, strip: &mut [bf16]) {
         let rows = STRIP.min(self.out.row_len() - j);
         let columns = from * STEP..self.k.min((from + n) * STEP);
-        for (r, to) in strip.chunks_exact_mut(STRIDE).enumerate() {
+        for (r, to) in strip.chunks_exact_mut(self.sizes.stride()).enumerate() {
             let to = &mut to[..n * STEP];
             if r < rows {
                 let row = &self.w.row(first + j + r)[columns.clone()];
