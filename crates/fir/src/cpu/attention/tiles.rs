@@ -266,13 +266,14 @@ impl Strip<'_, '_> {
         let Self { launch, item, head, kv_pos, first, count, finite } = self;
         let (group, dv) = (launch.group, launch.dim_vo);
         let mut from = 0;
-        let mut masked = visible == Visible::Some;
-        if masked {
+        // Positions that some of its rows see and some do not.
+        let mut mixed = 0..0;
+        if visible == Visible::Some {
             // This strip may see all of it or nothing; and it need not compute what it does not see at either end.
             let tokens = item.q_start as usize + first / group..item.q_start as usize + (first + count - 1) / group + 1;
             let block = block_of(&launch.tokens[tokens], head..head + 1, group);
             match see(launch, &block, kv_pos, n) {
-                Visible::All => masked = false,
+                Visible::All => {}
                 Visible::None => return,
                 Visible::Some => {
                     let hidden = |at: usize, end: usize| {
@@ -289,6 +290,20 @@ impl Strip<'_, '_> {
                         return;
                     }
                     n = end;
+                    // Behind a causal mask all but the last positions are seen, behind a window all but the first.
+                    let seen = |at: usize, end: usize| {
+                        see(launch, &block, kv_pos + at as i32, end.min(n) - at) == Visible::All
+                    };
+                    mixed = from..n;
+                    let mut step = (n - from).next_power_of_two().max(STEP);
+                    while step >= STEP {
+                        if mixed.start + step <= n && seen(from, mixed.start + step) {
+                            mixed.start += step;
+                        } else if mixed.start == from && mixed.end - from > step && seen(mixed.end - step, n) {
+                            mixed.end = (mixed.end - step).next_multiple_of(STEP);
+                        }
+                        step /= 2;
+                    }
                 }
             }
         }
@@ -300,25 +315,29 @@ impl Strip<'_, '_> {
 
         let (base, natural, program) = (base(launch), natural(launch), launch.program);
         for row in 0..count {
-            let s = &mut b.s[row * b.span + from..row * b.span + n.next_multiple_of(STEP)];
-            let seen = n - from;
+            let s = &mut b.s[row * b.span..][..n.next_multiple_of(STEP)];
             if natural {
-                for s in &mut s[..seen] {
+                for s in &mut s[from..n] {
                     *s *= launch.sm_scale;
                 }
             }
-            if program.has_logits() || masked {
+            if program.has_logits() || !mixed.is_empty() {
                 let token = item.q_start as usize + (first + row) / group;
                 let ctx = ctx_of(launch, token, head as usize * group + (first + row) % group);
-                let kv_pos = kv_pos + from as i32;
-                hooks::logits(v, program, launch.bound, &ctx, kv_pos, &mut s[..seen], regs, masked);
+                for (part, masked) in [(from..mixed.start, false), (mixed.clone(), true), (mixed.end..n, false)] {
+                    if (masked || program.has_logits()) && !part.is_empty() {
+                        let at = kv_pos + part.start as i32;
+                        hooks::logits(v, program, launch.bound, &ctx, at, &mut s[part], regs, masked);
+                    }
+                }
             }
-            s[seen..].fill(f32::NEG_INFINITY);
+            s[n..].fill(f32::NEG_INFINITY);
+            let s = &s[from..];
             let p = &mut b.p[row * b.span + from..][..s.len()];
             weights(v, tiles, s, p, base, &mut states[first + row], &mut b.o[(first + row) * dv..][..dv]);
         }
 
-        if masked && !finite {
+        if !mixed.is_empty() && !finite {
             return self.accumulate_visible(from, n, b);
         }
         let p = Left { data: &b.p[from..], stride: b.span };
