@@ -1,3 +1,6 @@
+mod grouped;
+mod scaled;
+
 use fir::gemm::gemm;
 use fir::reference::gemm as reference;
 use fir::testing::Rng;
