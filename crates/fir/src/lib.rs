@@ -28,6 +28,7 @@
 //! | [`exec`] | where they run: [`Exec`], CPU levels |
 //! | [`kv`] | page tables, pools of pages, ragged offsets; a guide to the layouts |
 //! | [`plan`] | schedules: which worker does what; a guide to planning |
+//! | [`tune`] | measuring the sizes of blocks for this machine |
 //! | [`philox`], [`filters`] | random numbers as a function; what a sampler may draw |
 //! | [`routing`] | how a mixture of experts chooses |
 //! | [`tensor`] | element types, shapes and strides, owned and borrowed tensors |
@@ -63,7 +64,7 @@ pub mod tensor;
 pub mod testing;
 pub mod variant;
 
-pub use crate::ops::{activation, attention, gemm, moe, norm, page, quantize, rope, sampling, speculative, topk};
+pub use crate::ops::{activation, attention, gemm, moe, norm, page, quantize, rope, sampling, speculative, topk, tune};
 pub use crate::{
     error::{Error, Result},
     exec::Exec,

@@ -18,5 +18,6 @@ pub(crate) mod sampling;
 mod select;
 pub(crate) mod speculative;
 pub(crate) mod topk;
+pub(crate) mod tuning;
 pub(crate) mod variant;
 pub(crate) mod vector;

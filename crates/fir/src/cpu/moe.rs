@@ -4,7 +4,7 @@
 use super::activation::Activation;
 use super::exec::Cpu;
 use super::gemm::scaled::{ScaledProduct, products as scaled_products};
-use super::gemm::{Product, products};
+use super::gemm::{Epilogue, Product, products};
 use super::math::{exp, sigmoid};
 use super::pool::RowsMut;
 use super::rows::{Rows, for_parts, parts_for, widen, widened, with_float};
@@ -248,7 +248,11 @@ fn experts<T: Element>(
     if matches!(w.data.dtype(), DType::E4M3 | DType::E5M2) {
         return scaled_products(cpu, op, list);
     }
-    products(cpu, op, list.into_iter().map(|p| Product { x: p.x.data, w: p.w.data, out: p.out }).collect())
+    products(
+        cpu,
+        op,
+        list.into_iter().map(|p| Product { x: p.x.data, w: p.w.data, out: p.out, then: Epilogue::None }).collect(),
+    )
 }
 
 /// `act(x[..d]) * x[d..]`, from f32.

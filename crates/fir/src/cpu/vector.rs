@@ -84,6 +84,10 @@ pub(crate) trait Vector: Copy + Send + Sync + 'static {
     fn sums4(self, a: [Self::F; 4]) -> [f32; 4] {
         [self.sum(a[0]), self.sum(a[1]), self.sum(a[2]), self.sum(a[3])]
     }
+    /// Sixteen sums at once, each bit for bit what [`Self::sum`] gives.
+    fn sums16(self, a: [[Self::F; 4]; 4]) -> [[f32; 4]; 4] {
+        [self.sums4(a[0]), self.sums4(a[1]), self.sums4(a[2]), self.sums4(a[3])]
+    }
     /// Largest lane; unspecified when a lane is NaN.
     fn max_lane(self, a: Self::F) -> f32;
     /// Asks for the cache lines of `x`; touches no memory.

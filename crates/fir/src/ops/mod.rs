@@ -11,3 +11,4 @@ pub mod rope;
 pub mod sampling;
 pub mod speculative;
 pub mod topk;
+pub mod tune;

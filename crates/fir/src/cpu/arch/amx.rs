@@ -114,6 +114,17 @@ fn has_tiles() -> bool {
     false
 }
 
+/// `len` elements of `buffer`, from a cache line's first byte on; the buffer grows as needed. Rows across two lines take
+/// a tile's load twice as long.
+pub(crate) fn aligned<T: Copy + Default>(buffer: &mut Vec<T>, len: usize) -> &mut [T] {
+    let spare = ROW / size_of::<T>();
+    if buffer.len() < len + spare {
+        buffer.resize(len + spare, T::default());
+    }
+    let at = buffer.as_ptr().align_offset(ROW).min(spare);
+    &mut buffer[at..at + len]
+}
+
 /// Left operand of a product: tile `i` is 16 rows from row `16 * i` on, `stride` elements apart; the next step along
 /// the depth is the next 64 bytes of each row.
 #[derive(Clone, Copy)]
@@ -245,39 +256,51 @@ impl Tiles {
     products!(product_bf16, bf16, f32, "tdpbf16ps");
     products!(product_i8, i8, i32, "tdpbssd");
 
-    /// Packs 16 rows of 32 elements, `stride` apart in `x`, as the tile whose columns are those rows.
+    /// Packs 32 elements of each of 16 rows, from element `at` on, as the tile whose columns are those rows.
     #[inline(always)]
-    pub(crate) fn pack_rows(self, x: &[bf16], stride: usize, tile: &mut [bf16]) {
-        assert!(x.len() >= 15 * stride + 32 && tile.len() >= TILE);
-        // SAFETY: `self` proves AVX-512; row `i` of the sixteen ends inside `x`.
+    pub(crate) fn pack_rows(self, rows: &[&[bf16]; 16], at: usize, tile: &mut [bf16]) {
+        let tile = tile.first_chunk_mut::<TILE>().expect("a tile");
+        let mut lines = [self.zero(); 16];
+        for (line, row) in lines.iter_mut().zip(rows) {
+            *line = self.line(&row[at..]);
+        }
+        // SAFETY: `self` proves AVX-512; 16 × 64 bytes are written to a tile of as many.
         unsafe {
-            let mut rows = [_mm512_setzero_si512(); 16];
-            for (i, row) in rows.iter_mut().enumerate() {
-                *row = _mm512_loadu_si512(x.as_ptr().add(i * stride).cast());
-            }
-            let t = transpose(rows);
-            for (i, t) in t.into_iter().enumerate() {
-                _mm512_storeu_si512(tile.as_mut_ptr().add(i * 32).cast(), t);
+            for (i, line) in transpose(lines).into_iter().enumerate() {
+                _mm512_storeu_si512(tile.as_mut_ptr().add(i * 32).cast(), line);
             }
         }
     }
 
-    /// Packs 32 rows of 32 elements, `stride` apart in `x`, as two tiles, `apart` elements apart, whose depth those rows are.
+    /// Packs 32 elements of each of 32 rows, from element `at` on, as two tiles, `apart` elements apart, whose depth those
+    /// rows are.
     #[inline(always)]
-    pub(crate) fn pack_columns(self, x: &[bf16], stride: usize, tiles: &mut [bf16], apart: usize) {
-        assert!(x.len() >= 31 * stride + 32 && tiles.len() >= apart + TILE);
-        // SAFETY: `self` proves AVX-512; every row ends inside `x`, every store inside `tiles`.
-        unsafe {
-            let low = pairs(0);
-            let high = pairs(16);
-            for pair in 0..16 {
-                let even = _mm512_loadu_si512(x.as_ptr().add(2 * pair * stride).cast());
-                let odd = _mm512_loadu_si512(x.as_ptr().add((2 * pair + 1) * stride).cast());
+    pub(crate) fn pack_columns(self, rows: &[&[bf16]; 32], at: usize, tiles: &mut [bf16], apart: usize) {
+        assert!(tiles.len() >= apart + TILE);
+        let (low, high) = (pairs(0), pairs(16));
+        for (pair, rows) in rows.as_chunks::<2>().0.iter().enumerate() {
+            let (even, odd) = (self.line(&rows[0][at..]), self.line(&rows[1][at..]));
+            // SAFETY: `self` proves AVX-512; a tile has 16 × 64 bytes, and both lie inside `tiles`.
+            unsafe {
                 let to = tiles.as_mut_ptr().add(pair * 32);
                 _mm512_storeu_si512(to.cast(), _mm512_permutex2var_epi16(even, low, odd));
                 _mm512_storeu_si512(to.add(apart).cast(), _mm512_permutex2var_epi16(even, high, odd));
             }
         }
+    }
+
+    /// The first 32 elements of a row.
+    #[inline(always)]
+    fn line(self, row: &[bf16]) -> __m512i {
+        let row = row.first_chunk::<32>().expect("32 elements").as_ptr();
+        // SAFETY: `self` proves AVX-512; the array has 64 bytes.
+        unsafe { _mm512_loadu_si512(row.cast()) }
+    }
+
+    #[inline(always)]
+    fn zero(self) -> __m512i {
+        // SAFETY: `self` proves AVX-512.
+        unsafe { _mm512_setzero_si512() }
     }
 
     /// Copies a block of 16 × 16 floats, `stride` apart in `x`, turned by a quarter: row `j` of `out` is column `j`.
@@ -301,9 +324,7 @@ impl Tiles {
     pub(crate) fn narrow(self, lo: __m512, hi: __m512, out: &mut [bf16]) {
         let out = out.first_chunk_mut::<32>().expect("two vectors").as_mut_ptr();
         // SAFETY: `self` proves AVX-512 BF16; 64 bytes are written to an array of 32 two-byte elements.
-        unsafe {
-            _mm512_storeu_si512(out.cast(), std::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(hi, lo)))
-        };
+        unsafe { out.cast::<__m512bh>().write_unaligned(_mm512_cvtne2ps_pbh(hi, lo)) };
     }
 
     /// `2^x` to 13 bits, for weights that are rounded to bf16: exactly 0 for -inf.
@@ -398,7 +419,8 @@ mod tests {
                 let x: Vec<bf16> = (0..columns * sa + 32).map(|i| bf16::from_f32((i % 11) as f32 - 5.0)).collect();
                 let mut packed = vec![bf16::ZERO; J * steps * TILE];
                 for (t, tile) in packed.chunks_exact_mut(TILE).enumerate() {
-                    tiles.pack_rows(&x[16 * (t / steps) * sa + 32 * (t % steps)..], sa, tile);
+                    let rows = std::array::from_fn(|r| &x[(16 * (t / steps) + r) * sa..]);
+                    tiles.pack_rows(&rows, 32 * (t % steps), tile);
                 }
                 let mut c: Vec<f32> = (0..rows * sc).map(|i| i as f32).collect();
                 let old = c.clone();

@@ -13,11 +13,11 @@ mod tiles;
 
 use std::ops::Range;
 
-use super::{Block as Part, DEPTH, Narrow, PANEL, SCRATCH, multiply};
+use super::{Block as Part, DEPTH, PANEL, SCRATCH, multiply};
 use crate::cpu::exec::Cpu;
 use crate::cpu::pool::RowsMut;
 use crate::cpu::quantize::with_fp8;
-use crate::cpu::rows::{Rows, widen, with_float, with_float8};
+use crate::cpu::rows::{Rows, narrow, widen, with_float, with_float8};
 use crate::cpu::vector::{Kernel, Lane, Vector};
 use crate::error::Result;
 use crate::tensor::{Block, Scaled, TensorMut};
@@ -212,11 +212,28 @@ impl<W: Lane, O: Lane> Unit<'_, W, O> {
             *factor = self.w_scales.whole(self.first + j);
         }
         for (r, sums) in range.zip(sums.chunks_exact_mut(width)) {
-            let x = self.x_scales.whole(r);
-            sums.iter_mut().zip(&factors).for_each(|(sum, w)| *sum = *sum * x * w);
-            cpu.run(Narrow { sums, out: self.out.row(r) });
+            cpu.run(Write { sums, x: self.x_scales.whole(r), w: &factors, out: self.out.row(r) });
         }
         SCRATCH.set(scratch);
+    }
+}
+
+/// `out = sums * x * w`.
+struct Write<'a, O> {
+    sums: &'a mut [f32],
+    x: f32,
+    w: &'a [f32; PANEL],
+    out: &'a mut [O],
+}
+
+impl<O: Lane> Kernel for Write<'_, O> {
+    type Out = ();
+    #[inline(always)]
+    fn run<V: Vector>(self, v: V) {
+        for (sum, w) in self.sums.iter_mut().zip(self.w) {
+            *sum = *sum * self.x * w;
+        }
+        narrow(v, self.sums, self.out);
     }
 }
 

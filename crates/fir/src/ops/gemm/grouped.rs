@@ -2,8 +2,8 @@
 
 use super::scaled::bind;
 use crate::cpu;
-use crate::cpu::gemm::Product;
 use crate::cpu::gemm::scaled::ScaledProduct;
+use crate::cpu::gemm::{Epilogue, Product};
 use crate::error::{Error, Result};
 use crate::exec::Exec;
 use crate::kv::Ragged;
@@ -113,8 +113,8 @@ fn run(exec: &Exec, op: &'static str, list: Vec<ScaledProduct<'_>>) -> Result<()
             return Err(Error::value(op, arg, "given", format!("none with `w` of {}", w.data.dtype())));
         }
     }
-    let list = list.into_iter().map(|ScaledProduct { x, w, out }| Product { x: x.data, w: w.data, out }).collect();
+    let list = list.into_iter().map(|p| Product { x: p.x.data, w: p.w.data, out: p.out, then: Epilogue::None });
     match exec {
-        Exec::Cpu(cpu) => cpu::gemm::products(cpu, op, list),
+        Exec::Cpu(cpu) => cpu::gemm::products(cpu, op, list.collect()),
     }
 }

@@ -161,12 +161,16 @@ impl<X: Lane> TileKernel for Pack<'_, X> {
     fn run(self, v: Avx512, tiles: Tiles) {
         let Self { x, first, to } = self;
         let rows = 16.min(x.len() - first);
-        let mut block = [bf16::ZERO; 16 * STEP];
+        let mut block = [[bf16::ZERO; STEP]; 16];
         for (step, tile) in to.chunks_exact_mut(TILE).enumerate() {
-            for (r, to) in block.chunks_exact_mut(STEP).take(rows).enumerate() {
+            for (r, to) in block.iter_mut().take(rows).enumerate() {
                 convert(v, tiles, x.row(first + r), step * STEP, to);
             }
-            tiles.pack_rows(&block, STEP, tile);
+            let mut lines: [&[bf16]; 16] = [&[]; 16];
+            for (line, row) in lines.iter_mut().zip(&block) {
+                *line = row;
+            }
+            tiles.pack_rows(&lines, 0, tile);
         }
     }
 }
