@@ -7,6 +7,7 @@ pub(crate) mod exec;
 pub(crate) mod gemm;
 pub(crate) mod level;
 pub(crate) mod math;
+pub(crate) mod moe;
 pub(crate) mod norm;
 pub(crate) mod page;
 pub(crate) mod pool;

@@ -8,7 +8,7 @@ use super::pool::RowsMut;
 use super::rows::{Rows, parts_for, with_float};
 use super::vector::{Kernel, Lane, Vector};
 use crate::error::{Error, Result};
-use crate::tensor::{Block, Bool, DType, E2m1x2, E4m3, E5m2, E8m0, Element, Float, TensorMut, TensorRef};
+use crate::tensor::{Block, Bool, DType, E2m1x2, E4m3, E8m0, Element, Float, TensorMut, TensorRef};
 
 /// The least scale, that of a block of zeros: its inverse is finite.
 const LEAST: f32 = f32::MIN_POSITIVE;
@@ -29,18 +29,21 @@ fn scale_of(largest: f32, of_format: f32) -> f32 {
 macro_rules! with_fp8 {
     ($op:expr, $arg:expr, $dtype:expr, $t:ident => $body:expr) => {
         match $dtype {
-            DType::E4M3 => {
-                type $t = E4m3;
+            crate::tensor::DType::E4M3 => {
+                type $t = crate::tensor::E4m3;
                 $body
             }
-            DType::E5M2 => {
-                type $t = E5m2;
+            crate::tensor::DType::E5M2 => {
+                type $t = crate::tensor::E5m2;
                 $body
             }
-            other => Err(Error::DType { op: $op, arg: $arg, got: other.name(), want: "e4m3 or e5m2".into() }),
+            other => {
+                Err(crate::error::Error::DType { op: $op, arg: $arg, got: other.name(), want: "e4m3 or e5m2".into() })
+            }
         }
     };
 }
+pub(crate) use with_fp8;
 
 pub(crate) fn fp8(
     cpu: &Cpu,
@@ -285,6 +288,9 @@ fn saturate<V: Vector, O: Lane>(v: V, x: V::F) -> V::F {
     v.max(v.splat(-most), v.min(v.splat(most), x))
 }
 
+/// Blocks whose scales are found together: as many as the widest vector has lanes.
+const BLOCKS: usize = 16;
+
 /// A format of codes with a scale per block of a row.
 pub(crate) trait Format: Copy + Send + Sync {
     /// What is stored, [`Self::PACK`] elements in each.
@@ -297,22 +303,21 @@ pub(crate) trait Format: Copy + Send + Sync {
     /// Whether a code can be NaN; else the scale is, for a block with one.
     const NAN: bool;
 
-    /// The scale for a block's largest magnitude.
-    fn scale(self, largest: f32) -> Self::Scale;
+    /// The scales for the blocks' largest magnitudes, in place of which it leaves what to give [`Self::store`]. The first
+    /// `scales.len()` count, of [`BLOCKS`].
+    fn scales<V: Vector>(self, v: V, largest: &mut [f32; BLOCKS], scales: &mut [Self::Scale]);
     /// What a code of 1 stands for.
     fn unit(self, scale: Self::Scale) -> f32;
-    /// What to give [`Self::store`] for this scale.
-    fn divisor(self, scale: Self::Scale) -> f32;
     fn store<V: Vector>(v: V, x: V::F, divisor: V::F, out: &mut [Self::Code]);
     fn load<V: Vector>(v: V, codes: &[Self::Code]) -> V::F;
 }
 
-/// The inverse of a power of two, exactly.
+/// Powers of two for blocks whose largest code is `of_format`, and their inverses, which are exact.
 #[inline(always)]
-fn inverse(scale: E8m0) -> f32 {
-    match scale.0 {
-        0xff => f32::NAN,
-        code => E8m0(254 - code).to_f32(),
+fn powers(of_format: f32, largest: &mut [f32; BLOCKS], scales: &mut [E8m0]) {
+    for (largest, scale) in largest.iter_mut().zip(scales) {
+        *scale = E8m0::at_least(*largest / of_format);
+        *largest = if scale.0 == 0xff { f32::NAN } else { E8m0(254 - scale.0).to_f32() };
     }
 }
 
@@ -334,16 +339,12 @@ impl<O: Lane> Format for Mxfp8<O> {
     const NAN: bool = true;
 
     #[inline(always)]
-    fn scale(self, largest: f32) -> E8m0 {
-        E8m0::at_least(largest / largest_of::<O>())
+    fn scales<V: Vector>(self, _: V, largest: &mut [f32; BLOCKS], scales: &mut [E8m0]) {
+        powers(largest_of::<O>(), largest, scales);
     }
     #[inline(always)]
     fn unit(self, scale: E8m0) -> f32 {
         scale.to_f32()
-    }
-    #[inline(always)]
-    fn divisor(self, scale: E8m0) -> f32 {
-        inverse(scale)
     }
     #[inline(always)]
     fn store<V: Vector>(v: V, x: V::F, inverse: V::F, out: &mut [O]) {
@@ -367,16 +368,12 @@ impl Format for Mxfp4 {
     const NAN: bool = false;
 
     #[inline(always)]
-    fn scale(self, largest: f32) -> E8m0 {
-        E8m0::at_least(largest / 6.0)
+    fn scales<V: Vector>(self, _: V, largest: &mut [f32; BLOCKS], scales: &mut [E8m0]) {
+        powers(6.0, largest, scales);
     }
     #[inline(always)]
     fn unit(self, scale: E8m0) -> f32 {
         scale.to_f32()
-    }
-    #[inline(always)]
-    fn divisor(self, scale: E8m0) -> f32 {
-        inverse(scale)
     }
     #[inline(always)]
     fn store<V: Vector>(v: V, x: V::F, inverse: V::F, out: &mut [E2m1x2]) {
@@ -402,18 +399,23 @@ impl Format for Nvfp4 {
     const NAN: bool = false;
 
     #[inline(always)]
-    fn scale(self, largest: f32) -> E4m3 {
-        E4m3::from_f32(largest / (6.0 * self.scale))
+    fn scales<V: Vector>(self, v: V, largest: &mut [f32; BLOCKS], scales: &mut [E4m3]) {
+        let (most, scale) = (v.splat(6.0 * self.scale), v.splat(self.scale));
+        let mut rounded = [E4m3(0); BLOCKS];
+        let mut i = 0;
+        while i < BLOCKS {
+            v.store_e4m3(v.div(v.load(&largest[i..]), most), &mut rounded[i..]);
+            let unit = v.mul(v.load_e4m3(&rounded[i..]), scale);
+            // A block too small for any scale is zero. Units are positive, or NaN, which is no less.
+            let divisor = v.select(v.lt(unit, v.splat(f32::from_bits(1))), v.splat(f32::INFINITY), unit);
+            v.store(divisor, &mut largest[i..]);
+            i += V::LANES;
+        }
+        scales.copy_from_slice(&rounded[..scales.len()]);
     }
     #[inline(always)]
     fn unit(self, scale: E4m3) -> f32 {
         scale.to_f32() * self.scale
-    }
-    #[inline(always)]
-    fn divisor(self, scale: E4m3) -> f32 {
-        // A block too small for any scale is zero.
-        let unit = self.unit(scale);
-        if unit == 0.0 { f32::INFINITY } else { unit }
     }
     #[inline(always)]
     fn store<V: Vector>(v: V, x: V::F, divisor: V::F, out: &mut [E2m1x2]) {
@@ -458,14 +460,22 @@ impl<F: Format, T: Lane> Kernel for Blocks<'_, F, T> {
     fn run<V: Vector>(mut self, v: V) {
         for r in self.out.range() {
             let (x, out) = (self.x.row(r), self.out.row(r));
-            let blocks = x.chunks_exact(F::BLOCK).zip(out.chunks_exact_mut(F::BLOCK / F::PACK));
-            for ((x, out), scale) in blocks.zip(self.scales.row(r)) {
-                *scale = self.format.scale(block_largest::<V, F, T>(v, x));
-                let divisor = v.splat(self.format.divisor(*scale));
-                let mut i = 0;
-                while i < F::BLOCK {
-                    F::store(v, T::load(v, &x[i..]), divisor, &mut out[i / F::PACK..]);
-                    i += V::LANES;
+            let scales = self.scales.row(r).chunks_mut(BLOCKS);
+            let chunks = x.chunks(F::BLOCK * BLOCKS).zip(out.chunks_mut(F::BLOCK * BLOCKS / F::PACK));
+            for ((x, out), scales) in chunks.zip(scales) {
+                let mut largest = [0f32; BLOCKS];
+                for (largest, x) in largest.iter_mut().zip(x.chunks_exact(F::BLOCK)) {
+                    *largest = block_largest::<V, F, T>(v, x);
+                }
+                self.format.scales(v, &mut largest, scales);
+                let blocks = x.chunks_exact(F::BLOCK).zip(out.chunks_exact_mut(F::BLOCK / F::PACK));
+                for ((x, out), &divisor) in blocks.zip(&largest) {
+                    let divisor = v.splat(divisor);
+                    let mut i = 0;
+                    while i < F::BLOCK {
+                        F::store(v, T::load(v, &x[i..]), divisor, &mut out[i / F::PACK..]);
+                        i += V::LANES;
+                    }
                 }
             }
         }

@@ -1,3 +1,6 @@
+mod grouped;
+mod scaled;
+
 use fir::gemm::{GemmAddNormArgs, gemm, gemm_add, gemm_add_rms_norm, gemm_bias, gemm_silu_mul};
 use fir::reference::gemm as reference;
 use fir::testing::Rng;

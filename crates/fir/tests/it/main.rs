@@ -6,6 +6,7 @@ mod gemm;
 mod hostile;
 mod layers;
 mod matrix;
+mod moe;
 mod norm;
 mod page;
 mod quantize;

@@ -6,7 +6,9 @@ use fir::attention::{
     MlaPlan, MlaProblem, Problem, SingleArgs, SparseArgs, SparsePlan, Split, VariableSparsePlan,
 };
 use fir::exec::Level;
+use fir::gemm::GroupedArgs;
 use fir::kv::{Kv, KvLayout, PageTable, PagedKv, PagedKvMut, PagedMla, PagedMlaMut, Ragged, RaggedKv};
+use fir::moe::{self, FfnArgs, Gate, RouteArgs, Routing};
 use fir::page::{self, Slots};
 use fir::quantize::{self, Block};
 use fir::rope::{self, Positions, Roped, RopedKv, RopedMla};
@@ -43,6 +45,10 @@ const PROMISED: &[(&str, usize)] = &[
     ("attention::merge", FLOAT),
     ("attention::single", FP8),
     ("gemm::", FLOAT),
+    ("gemm::scaled_gemm w", 0),
+    ("gemm::scaled_gemm x", FP8),
+    ("moe::", FLOAT),
+    ("moe::moe_ffn weights", FP8),
     ("norm::", FLOAT),
     ("norm::rms_norm_quant out", 0),
     ("page::append_paged_kv into", FP4),
@@ -100,6 +106,26 @@ const ROWS: &[(&str, Row)] = &[
         attention::merge_states(exec, (o.view(), lse.view()), (out.view_mut(), lse_out.view_mut()))
     }),
     ("gemm::gemm", |exec, d| gemm::gemm(exec, square(d).view(), square(d).view(), square(d).view_mut())),
+    ("gemm::scaled_gemm x", |exec, d| scaled_gemm(exec, [d, DType::E4M3, DType::BF16])),
+    ("gemm::scaled_gemm w", |exec, d| scaled_gemm(exec, [DType::BF16, d, DType::BF16])),
+    ("gemm::scaled_gemm out", |exec, d| scaled_gemm(exec, [DType::E4M3, DType::E4M3, d])),
+    ("gemm::grouped_gemm", |exec, d| {
+        let (x, w, mut out, indptr) =
+            (square(d), zeros(d, &[2, 8, 8])?, square(DType::F32), Ragged::from_lens(&[3, 5])?);
+        let (x, w, out) = (x.view().into(), w.view().into(), out.view_mut());
+        gemm::grouped_gemm(exec, GroupedArgs { x, indptr: &indptr, w, weight_indices: None, out })
+    }),
+    ("gemm::batched_gemm", |exec, d| {
+        let (x, w, mut out) = (zeros(d, &[2, 3, 8])?, zeros(d, &[2, 5, 8])?, f32s(&[2, 3, 5]));
+        gemm::batched_gemm(exec, x.view().into(), w.view().into(), out.view_mut())
+    }),
+    ("moe::route of", |exec, d| {
+        let (mut ids, mut weights, logits) = (ints(&[8, 2]), f32s(&[8, 2]), square(d));
+        let (ids, weights, logits) = (ids.view_mut(), weights.view_mut(), logits.view());
+        moe::route(exec, Routing::default(), RouteArgs { logits, bias: None, ids, weights })
+    }),
+    ("moe::moe_ffn x", |exec, d| moe_ffn(exec, d, DType::BF16)),
+    ("moe::moe_ffn weights", |exec, d| moe_ffn(exec, DType::BF16, d)),
     ("norm::rms_norm", |exec, d| norm::rms_norm(exec, square(d).view(), row().view(), 1e-6, square(d).view_mut())),
     ("norm::gemma_rms_norm", |exec, d| {
         norm::gemma_rms_norm(exec, square(d).view(), row().view(), 1e-6, square(d).view_mut())
@@ -294,6 +320,18 @@ fn gated(op: fn(&Exec, TensorRef<'_>, TensorMut<'_>) -> Result<()>, exec: &Exec,
 
 fn rms_norm_quant(exec: &Exec, from: DType, to: DType) -> Result<()> {
     norm::rms_norm_quant(exec, square(from).view(), row().view(), 1.0, 1e-6, square(to).view_mut())
+}
+
+fn scaled_gemm(exec: &Exec, [x, w, out]: [DType; 3]) -> Result<()> {
+    gemm::scaled_gemm(exec, square(x).view().into(), square(w).view().into(), square(out).view_mut())
+}
+
+fn moe_ffn(exec: &Exec, x: DType, w: DType) -> Result<()> {
+    let (up, down) = (zeros(w, &[2, 8, 8])?, zeros(w, &[2, 8, 4])?);
+    let (x, ids, weights, mut out) = (square(x), ints(&[8, 2]), f32s(&[8, 2]), square(x));
+    let (x, ids, weights, gate, out) = (x.view(), ids.view(), weights.view(), Gate::Silu, out.view_mut());
+    let (w_gate_up, w_down) = (up.view().into(), down.view().into());
+    moe::moe_ffn(exec, FfnArgs { x, ids, weights, w_gate_up, w_down, gate, out })
 }
 
 fn quantize_fp8(exec: &Exec, from: DType, to: DType) -> Result<()> {

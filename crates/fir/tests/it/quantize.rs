@@ -159,7 +159,7 @@ fn every_fp8_code_comes_back() {
 fn every_nvfp4_code_comes_back_under_every_scale() {
     every_exec(|exec| {
         // A block of all sixteen codes, ±6 among them, for each positive scale.
-        let block: Vec<E2m1x2> = (0..8).map(|i| E2m1x2(2 * i | (2 * i + 1) << 4)).collect();
+        let block: Vec<E2m1x2> = (0..8).map(|i| E2m1x2((2 * i) | ((2 * i + 1) << 4))).collect();
         let scales: Vec<E4m3> = (1..0x7f).map(E4m3).collect();
         let rows = scales.len();
         let codes = Tensor::from_slice(&block.repeat(rows), &[rows, 8]).unwrap();
@@ -179,7 +179,7 @@ fn every_nvfp4_code_comes_back_under_every_scale() {
 fn every_mx_code_comes_back_under_every_scale() {
     every_exec(|exec| {
         // Up to the scales with which the largest number is still an f32.
-        let four: Vec<E2m1x2> = (0..16).map(|i| E2m1x2((2 * i % 16) | (2 * i % 16 + 1) << 4)).collect();
+        let four: Vec<E2m1x2> = (0..16).map(|i| E2m1x2((2 * i % 16) | ((2 * i % 16 + 1) << 4))).collect();
         let scales: Vec<E8m0> = (0..=252).map(E8m0).collect();
         let rows = scales.len();
         let codes = Tensor::from_slice(&four.repeat(rows), &[rows, 16]).unwrap();

@@ -10,6 +10,7 @@
 //! At the AMX level, products of bf16 go through tiles: see [`tiles`].
 
 mod epilogue;
+pub(crate) mod scaled;
 #[cfg(target_arch = "x86_64")]
 mod tiles;
 

@@ -1,10 +1,19 @@
-//! Matrix products.
+//! Matrix products: dense, with epilogues, of fp8 with scales, of many matrices at once.
 
+mod grouped;
+mod scaled;
+
+pub(super) use self::scaled::bind as bind_scaled;
+pub use self::{
+    grouped::{GroupedArgs, batched_gemm, grouped_gemm},
+    scaled::scaled_gemm,
+};
 use crate::cpu;
 use crate::cpu::gemm::{Epilogue, Product};
 use crate::error::{Error, Result};
 use crate::exec::Exec;
 use crate::ops::norm;
+pub use crate::tensor::{Block, Scaled};
 use crate::tensor::{Dims, TensorMut, TensorRef};
 
 /// Multiplies the rows of `x` by a matrix of weights stored as a linear layer's are, one output per row.

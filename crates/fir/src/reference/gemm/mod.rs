@@ -1,5 +1,12 @@
 //! Matrix products.
 
+mod grouped;
+mod scaled;
+
+pub use self::{
+    grouped::{batched_gemm, grouped_gemm},
+    scaled::{scaled_gemm, scaled_values},
+};
 use crate::error::Result;
 use crate::reference::{Precision, values};
 use crate::tensor::TensorRef;

@@ -9,6 +9,7 @@
 
 mod attention;
 mod cache;
+mod moe;
 mod quantize;
 mod rows;
 mod tokens;
@@ -37,6 +38,10 @@ pub const TARGETS: &[(&str, Target)] = &[
     ("attention::merge", attention::merge),
     ("attention::single", attention::single),
     ("gemm", rows::gemm),
+    ("gemm::grouped_gemm", moe::grouped_gemm),
+    ("gemm::scaled_gemm", moe::scaled_gemm),
+    ("moe::moe_ffn", moe::ffn),
+    ("moe::route", moe::route),
     ("norm::fused_add_rms_norm", rows::fused_add_rms_norm),
     ("norm::fused_add_rms_norm_quant", rows::fused_add_rms_norm_quant),
     ("norm::layer_norm", rows::layer_norm),
