@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use super::integers::IntKernel;
 use super::level::{Level, Token};
 use super::pool::Pool;
 use super::vector::Kernel;
@@ -53,5 +54,9 @@ impl Cpu {
     /// Runs `kernel` at this level, on the calling thread.
     pub(crate) fn run<K: Kernel>(&self, kernel: K) -> K::Out {
         self.token.run(kernel)
+    }
+    /// Runs `kernel`, on sixteen lanes, at this level, on the calling thread.
+    pub(crate) fn run_ints<K: IntKernel>(&self, kernel: K) -> K::Out {
+        self.token.run_ints(kernel)
     }
 }

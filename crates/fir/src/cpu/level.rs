@@ -1,8 +1,8 @@
 //! Which instructions the kernels use: found once, or forced.
 
 #[cfg(target_arch = "x86_64")]
-use super::arch::{Avx2, Avx512};
-use super::{arch::Portable, vector::Kernel};
+use super::arch::{Avx2, Avx512, Vnni};
+use super::{arch::Portable, integers::IntKernel, vector::Kernel};
 use crate::error::{Error, Result};
 
 /// An instruction level, by name. [`Level::available`] says which this CPU has.
@@ -93,6 +93,19 @@ impl Token {
             Self::Avx2(v) => v.run(kernel),
             #[cfg(target_arch = "x86_64")]
             Self::Avx512(v) => v.run(kernel),
+        }
+    }
+    /// Runs `kernel`, on sixteen lanes, compiled for this level; without VNNI, AVX-512 has nothing that AVX2 lacks.
+    pub(crate) fn run_ints<K: IntKernel>(self, kernel: K) -> K::Out {
+        match self {
+            Self::Portable(v) => kernel.run(v),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2(v) => v.run_ints(kernel),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512(v) => match Vnni::detect() {
+                Some(v) => v.run_ints(kernel),
+                None => v.avx2().run_ints(kernel),
+            },
         }
     }
 }

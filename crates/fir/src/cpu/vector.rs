@@ -39,6 +39,8 @@ pub(crate) trait Vector: Copy + Send + Sync + 'static {
     fn store_f16(self, x: Self::F, out: &mut [f16]);
     /// Rounds to nearest, ties to even; NaN stays NaN.
     fn store_bf16(self, x: Self::F, out: &mut [bf16]);
+    /// Nearest integers, ties to even, of numbers from -128 to 127.
+    fn store_i8(self, x: Self::F, out: &mut [i8]);
 
     fn add(self, a: Self::F, b: Self::F) -> Self::F;
     fn sub(self, a: Self::F, b: Self::F) -> Self::F;

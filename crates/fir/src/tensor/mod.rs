@@ -10,6 +10,7 @@
 //!
 //! An index is checked once, where a view is made: a layout that reaches past its memory is refused.
 
+mod blocks;
 mod dims;
 pub mod dlpack;
 mod dtype;
@@ -17,7 +18,9 @@ mod foreign;
 mod layout;
 mod view;
 
+pub(crate) use self::blocks::Block;
 pub use self::{
+    blocks::{BlockFormat, IQ4_VALUES},
     dims::Dims,
     dtype::{Bool, DType, E2M1_VALUES, E2m1x2, E4m3, E5m2, E8m0, Element, Float, bf16, f16},
     foreign::{BytesOwner, Dlpack, Foreign, Managed},

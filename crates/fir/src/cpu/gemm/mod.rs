@@ -7,6 +7,8 @@
 //! An output's additions always happen in the same order: within a block by lanes, then the lanes' tree, then block by
 //! block. Neither the tile that holds it nor the thread that runs it changes that.
 
+pub(crate) mod blocks;
+
 use std::cell::Cell;
 use std::ops::Range;
 

@@ -1,8 +1,13 @@
-//! Dense matrix products.
+//! Matrix products: dense ones, and with weights in GGUF's block formats.
+
+mod blocks;
+
+pub use blocks::{BlockWeights, block_gemm, dequantize_blocks};
 
 use crate::cpu;
 use crate::error::Result;
 use crate::exec::Exec;
+pub use crate::tensor::BlockFormat;
 use crate::tensor::{Dims, TensorMut, TensorRef};
 
 /// Multiplies the rows of `x` by a matrix of weights stored as a linear layer's are, one output per row.

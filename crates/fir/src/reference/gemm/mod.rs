@@ -1,5 +1,9 @@
 //! Dense matrix products.
 
+mod blocks;
+
+pub use blocks::{block_gemm, dequantize_blocks};
+
 use crate::error::Result;
 use crate::reference::{Precision, values};
 use crate::tensor::TensorRef;
