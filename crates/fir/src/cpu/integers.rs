@@ -3,6 +3,9 @@
 //! A vector of [`super::vector::Vector`] has as many lanes as the CPU; here the number is fixed, as it is the width of a
 //! packed panel. Every operation is exact or rounds once, so all levels give the same bits.
 
+/// Words from a row of quantized activations to the next.
+pub(crate) const PITCH: usize = 96;
+
 /// A kernel on sixteen lanes, to be run at some level.
 pub(crate) trait IntKernel {
     /// What it returns.
@@ -32,9 +35,9 @@ pub(crate) trait Integers: Copy + Send + Sync + 'static {
     fn or(self, a: Self::B, b: Self::B) -> Self::B;
     /// Entry `x` of `table`, for bytes below 16.
     fn lookup(self, table: &[u8; 16], x: Self::B) -> Self::B;
-    /// Adds to each lane the product of its four bytes, unsigned, and the four signed bytes of `a`, none of them -128.
-    /// Exact, for any `q` if `wide`, else for those below 128.
-    fn dot(self, wide: bool, sum: Self::I, q: Self::B, a: i32) -> Self::I;
+    /// Adds to each lane of `sums[r]` the product of its four bytes, unsigned, and the four signed bytes, none of them
+    /// -128, of `a[r * PITCH]`. Exact, for any `q` if `wide`, else for those below 128.
+    fn dots<const R: usize>(self, wide: bool, sums: &mut [Self::I; R], q: Self::B, a: &[i32]);
 
     fn splat(self, x: i32) -> Self::I;
     /// 16 signed bytes.
@@ -56,6 +59,4 @@ pub(crate) trait Integers: Copy + Send + Sync + 'static {
     fn fma(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F;
     /// `c - a * b`, rounded once, at every level.
     fn fnma(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F;
-    /// Asks for the cache lines of `x`; touches no memory.
-    fn prefetch(self, x: &[u8]);
 }

@@ -81,7 +81,7 @@ fn chunk_mut<T, const N: usize>(x: &mut [T]) -> *mut T {
 }
 
 #[inline(always)]
-pub(super) fn prefetch_lines<T>(x: &[T]) {
+fn prefetch_lines<T>(x: &[T]) {
     let start = x.as_ptr().cast::<i8>();
     for at in (0..size_of_val(x)).step_by(64) {
         // SAFETY: SSE is in the x86-64 baseline, a prefetch reads nothing, and `at` stays inside `x`.

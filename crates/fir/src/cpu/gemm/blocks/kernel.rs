@@ -8,6 +8,11 @@ use crate::cpu::exec::Cpu;
 use crate::cpu::integers::{IntKernel, Integers};
 use crate::tensor::{BlockFormat, IQ4_VALUES};
 
+/// Rows in memory for `rows` of them: what the kernel takes at a time, at any level.
+pub(super) fn padded(rows: usize) -> usize {
+    if rows <= FEW { rows.next_power_of_two() } else { rows.next_multiple_of(FEW) }
+}
+
 /// Adds to `sums`, `[panels, rows, 16]`, the product of the panels from `first` on and all rows of `acts`.
 pub(super) fn run(cpu: &Cpu, acts: &[Activations], w: &Packed, first: usize, rows: usize, sums: &mut [f32]) {
     macro_rules! go {
@@ -153,15 +158,12 @@ impl<C: Codes, S: Scales> IntKernel for Product<'_, C, S> {
                 unpack::<V, C>(v, w.cell(w.panel(first + p), s), plain);
             }
             // A few rows at a time against all panels: their activations come from afar, the codes do not.
-            let mut r = 0;
-            while r < rows {
-                let some = V::ROWS.min(rows - r);
+            for (r, acts) in acts.chunks_exact(FEW).enumerate() {
                 for (p, sums) in sums.chunks_exact_mut(rows * LANES).enumerate() {
                     let cell = w.cell(w.panel(first + p), s);
                     let cell = Cell { codes: &plain[p][..cell.groups * Plain::<false>::BYTES], ..cell };
-                    strip::<V, C::Plain, S>(v, cell, &acts[r..r + some], &mut sums[r * LANES..]);
+                    strip::<V, C::Plain, S>(v, cell, acts, &mut sums[r * FEW * LANES..][..FEW * LANES]);
                 }
-                r += some;
             }
         }
     }
@@ -184,25 +186,21 @@ fn unpack<V: Integers, C: Codes>(v: V, cell: Cell<'_>, out: &mut [u8]) {
     }
 }
 
-/// A cell times some rows, as many at a time as the level holds.
+/// A cell times 1, 2, 4 or 8 rows, as many at a time as the level holds.
 #[inline(always)]
 fn strip<V: Integers, C: Codes, S: Scales>(v: V, cell: Cell<'_>, acts: &[Activations], sums: &mut [f32]) {
-    let mut r = 0;
-    while r < acts.len() {
-        let some = V::ROWS.min(acts.len() - r);
-        let (acts, sums) = (&acts[r..r + some], &mut sums[r * LANES..][..some * LANES]);
-        // Fewer rows than a size are made up to it by the last one again: weights that come from memory leave the time.
-        match some {
+    let most = V::ROWS.min(acts.len()).max(1);
+    for (acts, sums) in acts.chunks_exact(most).zip(sums.chunks_exact_mut(most * LANES)) {
+        match most {
             1 => tile::<V, C, S, 1>(v, cell, acts, sums),
             2 => tile::<V, C, S, 2>(v, cell, acts, sums),
-            3 | 4 => tile::<V, C, S, 4>(v, cell, acts, sums),
+            4 => tile::<V, C, S, 4>(v, cell, acts, sums),
             _ => tile::<V, C, S, 8>(v, cell, acts, sums),
         }
-        r += some;
     }
 }
 
-/// A cell times up to `R` rows.
+/// A cell times `R` rows.
 #[inline(always)]
 fn tile<V: Integers, C: Codes, S: Scales, const R: usize>(
     v: V,
@@ -211,12 +209,10 @@ fn tile<V: Integers, C: Codes, S: Scales, const R: usize>(
     sums: &mut [f32],
 ) {
     if R > V::ROWS {
-        return; // Never called: `strip` has cut the rows.
+        return; // Never called: `strip` has cut the rows. Without this it would be compiled for every level.
     }
-    let mut rows = [&acts[0]; R];
-    for r in 0..R {
-        rows[r] = &acts[r.min(acts.len() - 1)];
-    }
+    let rows: &[Activations; R] = acts.first_chunk().expect("R rows");
+    let words: &[i32] = bytemuck::cast_slice(rows);
     // Integer scales: sums of the cell. f16 scales: `t` of the cell.
     let (mut whole, mut minima, mut t) = ([v.splat(0); R], [v.splat(0); R], [v.splat_f32(0.0); R]);
     let scale_bytes = match (S::INTEGERS, S::SUBS, S::MIN) {
@@ -235,10 +231,7 @@ fn tile<V: Integers, C: Codes, S: Scales, const R: usize>(
             }
         }
         each!(I in [0 1 2 3 4 5 6 7] {
-            let (q, sub) = (C::read::<V, I>(v, group), I * S::SUBS / 8);
-            for r in 0..R {
-                part[sub][r] = v.dot(C::WIDE, part[sub][r], q, rows[r].words[8 * g + I]);
-            }
+            v.dots(C::WIDE, &mut part[I * S::SUBS / 8], C::read::<V, I>(v, group), &words[8 * g + I..]);
         });
         if !S::INTEGERS {
             let d = v.halves(scales);
@@ -281,9 +274,7 @@ fn tile<V: Integers, C: Codes, S: Scales, const R: usize>(
         }
     }
     for r in 0..R {
-        if r < acts.len() {
-            let sum = &mut sums[r * LANES..][..LANES];
-            v.store(v.fma(t[r], v.splat_f32(rows[r].scale), v.load(sum)), sum);
-        }
+        let sum = &mut sums[r * LANES..][..LANES];
+        v.store(v.fma(t[r], v.splat_f32(rows[r].scale), v.load(sum)), sum);
     }
 }

@@ -12,11 +12,14 @@ mod kernel;
 mod pack;
 
 use std::cell::Cell;
+use std::ops::Range;
 
+use bytemuck::{Pod, Zeroable};
 pub(crate) use pack::Packed;
 use pack::{GROUP, LANES, SUPER};
 
 use crate::cpu::exec::Cpu;
+use crate::cpu::integers::PITCH;
 use crate::cpu::pool::RowsMut;
 use crate::cpu::rows::{Rows, for_parts, narrow, widen, with_float};
 use crate::cpu::vector::{Kernel, Lane, Vector};
@@ -38,7 +41,7 @@ thread_local! {
 }
 
 /// Up to 256 elements of a row of `x`, quantized.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Pod, Zeroable)]
 #[repr(C, align(64))]
 struct Activations {
     /// Four signed bytes each.
@@ -46,11 +49,10 @@ struct Activations {
     /// Sums of the format's sub-blocks, times minus the weights' offset if they have one.
     sums: [i32; 16],
     scale: f32,
+    unused: [u32; 15],
 }
 
-impl Activations {
-    const ZERO: Self = Self { words: [0; SUPER / 4], sums: [0; 16], scale: 0.0 };
-}
+const _: () = assert!(size_of::<Activations>() == 4 * PITCH);
 
 pub(crate) fn gemm(cpu: &Cpu, x: TensorRef<'_>, w: &Packed, out: TensorMut<'_>) -> Result<()> {
     let m = x.shape()[0];
@@ -67,21 +69,21 @@ pub(crate) fn gemm(cpu: &Cpu, x: TensorRef<'_>, w: &Packed, out: TensorMut<'_>) 
 /// The product for the rows of `out`.
 fn pass<X: Lane, O: Lane>(cpu: &Cpu, x: Rows<'_, X>, w: &Packed, out: RowsMut<'_, O>) {
     let (first, rows) = (out.range().start, out.range().len());
-    let supers = w.k().div_ceil(SUPER);
+    let (padded, supers) = (kernel::padded(rows), w.k().div_ceil(SUPER));
     let mut acts = ACTIVATIONS.take();
-    if acts.len() < rows * supers {
-        acts.resize(rows * supers, Activations::ZERO);
+    if acts.len() < padded * supers {
+        acts.resize(padded * supers, Activations::zeroed());
     }
-    let used = &mut acts[..rows * supers];
-    let quantize = |(s, out)| cpu.run(Quantize { x, first, s, format: w.format(), out });
-    let parts = used.chunks_exact_mut(rows).enumerate();
+    let used = &mut acts[..padded * supers];
+    let quantize = |(s, out)| cpu.run(Quantize { x, rows: first..first + rows, s, format: w.format(), out });
+    let parts = used.chunks_exact_mut(padded).enumerate();
     // A core quantizes 64k elements in some 10 µs.
     if rows * w.k() < 64 << 10 {
         parts.for_each(quantize);
     } else {
         cpu.pool().scatter(parts.collect(), quantize);
     }
-    let used = &acts[..rows * supers];
+    let used = &acts[..padded * supers];
     let panels = w.n().div_ceil(LANES);
     // Eight units per worker, so that a late one costs an eighth of its share.
     let each = if rows <= FEW { panels.div_ceil(8 * cpu.workers()) } else { PANELS };
@@ -97,16 +99,16 @@ fn pass<X: Lane, O: Lane>(cpu: &Cpu, x: Rows<'_, X>, w: &Packed, out: RowsMut<'_
 
 /// The columns of `out`, which begin with panel `first`.
 fn product<O: Lane>(cpu: &Cpu, acts: &[Activations], w: &Packed, first: usize, out: RowsMut<'_, O>) {
-    let (rows, panels) = (out.range().len(), out.row_len().div_ceil(LANES));
+    let (padded, panels) = (kernel::padded(out.range().len()), out.row_len().div_ceil(LANES));
     let mut sums = SUMS.take();
     sums.clear();
-    sums.resize(panels * rows * LANES, 0.0);
-    kernel::run(cpu, acts, w, first, rows, &mut sums);
+    sums.resize(panels * padded * LANES, 0.0);
+    kernel::run(cpu, acts, w, first, padded, &mut sums);
     cpu.run(Store { sums: &sums, out });
     SUMS.set(sums);
 }
 
-/// Writes `[panels, rows, 16]` sums as rows.
+/// Writes `[panels, padded rows, 16]` sums as rows.
 struct Store<'a, O> {
     sums: &'a [f32],
     out: RowsMut<'a, O>,
@@ -117,7 +119,7 @@ impl<O: Lane> Kernel for Store<'_, O> {
     #[inline(always)]
     fn run<V: Vector>(mut self, v: V) {
         let range = self.out.range();
-        for (p, sums) in self.sums.chunks_exact(range.len() * LANES).enumerate() {
+        for (p, sums) in self.sums.chunks_exact(kernel::padded(range.len()) * LANES).enumerate() {
             for (r, sums) in range.clone().zip(sums.chunks_exact(LANES)) {
                 let row = &mut self.out.row(r)[p * LANES..];
                 let width = row.len().min(LANES);
@@ -127,10 +129,10 @@ impl<O: Lane> Kernel for Store<'_, O> {
     }
 }
 
-/// Quantizes elements `256 * s..` of rows from `first` on, as many as `out` has.
+/// Quantizes elements `256 * s..` of some rows; zeros for what `out` has beyond them.
 struct Quantize<'a, X> {
     x: Rows<'a, X>,
-    first: usize,
+    rows: Range<usize>,
     s: usize,
     format: BlockFormat,
     out: &'a mut [Activations],
@@ -141,8 +143,10 @@ impl<X: Lane> Kernel for Quantize<'_, X> {
     #[inline(always)]
     fn run<V: Vector>(self, v: V) {
         let mut wide = [0f32; SUPER];
-        for (r, out) in self.out.iter_mut().enumerate() {
-            let row = &self.x.row(self.first + r)[self.s * SUPER..];
+        let (out, rest) = self.out.split_at_mut(self.rows.len());
+        rest.fill(Activations::zeroed());
+        for (r, out) in self.rows.zip(out) {
+            let row = &self.x.row(r)[self.s * SUPER..];
             widen(v, &row[..row.len().min(SUPER)], &mut wide);
             quantize(v, &wide, self.format, out);
         }
@@ -160,7 +164,7 @@ fn quantize<V: Vector>(v: V, x: &[f32; SUPER], format: BlockFormat, out: &mut Ac
         i += V::LANES;
     }
     let scale = v.max_lane(most) / 127.0;
-    *out = Activations { scale, ..Activations::ZERO };
+    *out = Activations { scale, ..Zeroable::zeroed() };
     if !finite {
         // All outputs of the row become NaN: 0 * NaN is.
         out.scale = f32::NAN;
