@@ -2,7 +2,7 @@
 
 use crate::error::{Error, Result};
 
-/// Instruction level of the CPU kernels: `portable`, `avx2`, `avx512`. Default: the highest this CPU has.
+/// Instruction level of the CPU kernels: `portable`, `avx2`, `avx512`, `amx`. Default: the highest this CPU has.
 pub const FIR_CPU_LEVEL: &str = "FIR_CPU_LEVEL";
 /// Threads of the CPU kernels. Default: the cores this process may use.
 pub const FIR_CPU_THREADS: &str = "FIR_CPU_THREADS";

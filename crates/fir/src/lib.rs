@@ -23,7 +23,7 @@
 //! | module | holds |
 //! |---|---|
 //! | [`attention`] | plans and single requests: paged, ragged, cascade, latent, sparse |
-//! | [`activation`], [`gemm`], [`norm`], [`page`], [`rope`], [`sampling`], [`speculative`], [`topk`] | the other operators |
+//! | [`activation`], [`gemm`], [`norm`], [`page`], [`quantize`], [`rope`], [`sampling`], [`speculative`], [`topk`] | the other operators |
 //! | [`variant`] | what is done to a score between `q · k` and softmax |
 //! | [`exec`] | where they run: [`Exec`], CPU levels |
 //! | [`kv`] | page tables, pools of pages, ragged offsets; a guide to the layouts |
@@ -61,7 +61,7 @@ pub mod tensor;
 pub mod testing;
 pub mod variant;
 
-pub use crate::ops::{activation, attention, gemm, norm, page, rope, sampling, speculative, topk};
+pub use crate::ops::{activation, attention, gemm, norm, page, quantize, rope, sampling, speculative, topk};
 pub use crate::{
     error::{Error, Result},
     exec::Exec,

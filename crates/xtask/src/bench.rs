@@ -12,7 +12,8 @@ const PAGE: &str = "docs/bench/cpu.md";
 const MARK: &str = "<!-- below: written by `cargo xtask bench --update` -->\n";
 
 pub(crate) fn run(op: Option<&str>, update: bool) -> Result<()> {
-    let all = rust_files("crates/fir/benches")?;
+    let mut all = rust_files("crates/fir/benches")?;
+    all.retain(|name| name != "compared"); // `cargo xtask bench-cpu` runs it.
     let names: Vec<_> = all.iter().filter(|name| op.is_none_or(|op| op == *name)).collect();
     ensure!(!names.is_empty(), "no bench is called {}; there are {}", op.unwrap_or_default(), all.join(", "));
     for name in names {
@@ -23,12 +24,18 @@ pub(crate) fn run(op: Option<&str>, update: bool) -> Result<()> {
         ensure!(ok, "bench `{name}` failed");
         if update {
             // Section by section, so that an hour of benches is not lost to a failure in the last one.
-            let page = fs::read_to_string(PAGE).with_context(|| PAGE.to_owned())?;
             let how = format!("{}, {}, `cargo xtask bench {name} --update`, {}", date()?, commit()?, machine()?);
-            fs::write(PAGE, updated(&page, name, &format!("{how}.\n\n{}", table.trim()))?)?;
-            println!("wrote section {name} of {PAGE}");
+            write_section(name, &format!("{how}.\n\n{}", table.trim()))?;
         }
     }
+    Ok(())
+}
+
+/// Replaces a section of the page of benches, or adds it.
+pub(crate) fn write_section(name: &str, text: &str) -> Result<()> {
+    let page = fs::read_to_string(PAGE).with_context(|| PAGE.to_owned())?;
+    fs::write(PAGE, updated(&page, name, text)?)?;
+    println!("wrote section {name} of {PAGE}");
     Ok(())
 }
 
@@ -51,18 +58,18 @@ fn updated(page: &str, name: &str, text: &str) -> Result<String> {
     Ok(out)
 }
 
-fn date() -> Result<String> {
+pub(crate) fn date() -> Result<String> {
     Ok(program("date", "-u +%F").quiet()?.trim().to_owned())
 }
 
 /// The commit the numbers belong to, and whether there is more than it in the sources.
-fn commit() -> Result<String> {
+pub(crate) fn commit() -> Result<String> {
     let hash = program("git", "rev-parse --short HEAD").quiet()?;
     let changes = program("git", "status --porcelain --untracked-files=no -- crates").quiet()?;
     Ok(format!("commit {}{}", hash.trim(), if changes.is_empty() { "" } else { " with changes" }))
 }
 
-fn machine() -> Result<String> {
+pub(crate) fn machine() -> Result<String> {
     let info = fs::read_to_string("/proc/cpuinfo")?;
     let model = info.lines().find_map(|l| l.strip_prefix("model name")?.split_once(": ")).map_or("?", |(_, m)| m);
     Ok(format!("{model}, {} cores", std::thread::available_parallelism()?))

@@ -3,6 +3,7 @@
 #![allow(clippy::print_stdout, reason = "a command line tool speaks on stdout")]
 
 mod bench;
+mod bench_cpu;
 mod deny;
 mod nightly;
 mod step;
@@ -24,6 +25,17 @@ enum Command {
     Bench {
         /// Name of its file, such as `norm`.
         op: Option<String>,
+        /// Writes the results into docs/bench/cpu.md.
+        #[arg(long)]
+        update: bool,
+    },
+    /// Times operators beside PyTorch's on the CPU and what the machine can do, in one run.
+    BenchCpu {
+        /// Part of the names of the cases to run, such as `decode/bf16`.
+        filter: Option<String>,
+        /// The small cases alone, less exactly: a minute.
+        #[arg(long)]
+        quick: bool,
         /// Writes the results into docs/bench/cpu.md.
         #[arg(long)]
         update: bool,
@@ -58,6 +70,7 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Test => test::run(),
         Command::Deny => deny::run(),
         Command::Bench { op, update } => bench::run(op.as_deref(), update),
+        Command::BenchCpu { filter, quick, update } => bench_cpu::run(filter.as_deref(), quick, update),
         Command::Fuzz { minutes } => nightly::fuzz(minutes),
         Command::Miri => nightly::miri(),
         Command::Asan => nightly::asan(),

@@ -11,24 +11,29 @@
 //! runs the operator on it, and one that checks the result. The operator runs and is checked once; then it is timed:
 //! calls are repeated until a sample takes about 20 ms (2 ms with `--quick`), and eleven samples are taken. A line
 //! shows the least and the median time of a call, and from the least the bytes and operations per second, with their
-//! ratio to what this machine can do:
+//! ratio to what this machine can do with as many threads as the operators use:
 //!
-//! * `bw`: reading 1 GB (more than the last-level cache) with as many threads as the operators use. Data that stays
-//!   in a cache goes past 100 %.
-//! * `fma`: multiply-adds on registers, at the highest level, with as many threads.
+//! * `read`: reading memory. Data that stays in a cache goes past 100 %.
+//! * `copy`: copying memory, bytes read and written.
+//! * `fma`: f32 multiply-adds on vector registers.
+//! * `amx`: products of bf16 on tile registers, where the CPU has them.
 //!
-//! Both are measured in the same run, before the first bench. `--markdown` prints rows of a table instead.
+//! Each is measured in a slice after every sample (see [`ceilings`]); ratios are of the best to the best of one bench.
+//! `--markdown` prints rows of a table instead.
 //!
 //! Without `--bench`, which `cargo bench` adds, nothing is timed: `cargo test --benches` runs every check once.
 #![allow(dead_code, clippy::print_stdout, reason = "no bench uses all of it; printing is what it is for")]
 
-use std::hint::black_box;
+pub(crate) mod ceilings;
+
 use std::time::{Duration, Instant};
 
 use fir::exec::Level;
 use fir::reference::Precision;
 use fir::testing::{Compare, Rng, compare};
 use fir::{DType, Exec, Tensor, TensorRef};
+
+use ceilings::{Ceilings, Rates};
 
 /// What one call must do at the least.
 #[derive(Clone, Copy, Debug, Default)]
@@ -46,8 +51,8 @@ pub(crate) struct Suite {
     markdown: bool,
     timed: bool,
     threads: usize,
-    /// Bytes and operations per second; measured when first needed.
-    ceilings: Option<(f64, f64)>,
+    /// Made when first needed.
+    ceilings: Option<Ceilings>,
     run: usize,
 }
 
@@ -106,7 +111,12 @@ impl Suite {
         if !self.timed {
             return;
         }
-        let ceilings = *self.ceilings.get_or_insert_with(|| measure_ceilings(self.threads, self.markdown));
+        if self.ceilings.is_none() {
+            self.print_head();
+            self.ceilings = Some(Ceilings::new(self.threads, self.sample < Duration::from_millis(10)));
+        }
+        let Some(ceilings) = &mut self.ceilings else { return };
+        ceilings.reset();
         let mut calls = 1u32;
         loop {
             let took = time(calls, || run(&mut state));
@@ -116,25 +126,52 @@ impl Suite {
             }
             calls = calls.saturating_mul(if took < self.sample / 100 { 20 } else { 2 });
         }
-        let mut times: Vec<f64> =
-            (0..11).map(|_| time(calls, || run(&mut state)).as_secs_f64() / f64::from(calls)).collect();
+        let mut times = [0.0; 11];
+        for took in &mut times {
+            *took = time(calls, || run(&mut state)).as_secs_f64() / f64::from(calls);
+            if work.bytes > 0 {
+                ceilings.memory_slice();
+            }
+            if work.flops > 0 {
+                ceilings.arithmetic_slice();
+            }
+        }
         times.sort_by(f64::total_cmp);
-        self.print(id, work, times[0], times[times.len() / 2], ceilings);
+        let best = ceilings.best;
+        self.print(id, work, times[0], times[times.len() / 2], best);
     }
 
-    fn print(&self, id: &str, work: Work, least: f64, median: f64, (bandwidth, fma): (f64, f64)) {
-        let rate = |amount: usize, ceiling: f64| {
-            let rate = amount as f64 / least;
-            let ratio = if ceiling > 0.0 { format!("{:.0} %", 100.0 * rate / ceiling) } else { "-".into() };
-            if amount == 0 { ("-".into(), "-".into()) } else { (format!("{:.1}", rate / 1e9), ratio) }
+    fn print_head(&self) {
+        let threads = self.threads;
+        if self.markdown {
+            println!("{threads} threads.\n");
+            println!("| bench | min, µs | median, µs | GB/s | of read | of copy | GFLOP/s | of fma | of amx |");
+            println!("|---|--:|--:|--:|--:|--:|--:|--:|--:|");
+        } else {
+            println!("{threads} threads; after a rate, its ratios to the read and copy, or fma and amx, ceilings");
+        }
+    }
+
+    fn print(&self, id: &str, work: Work, least: f64, median: f64, ceilings: Rates) {
+        let rate = |amount: usize| if amount == 0 { "-".into() } else { format!("{:.1}", amount as f64 / least / 1e9) };
+        let ratio = |amount: usize, ceiling: f64| match amount as f64 / least / ceiling {
+            ratio if !(ratio > 0.0 && ratio.is_finite()) => "-".into(),
+            ratio if self.markdown => format!("{:.0} %", 100.0 * ratio),
+            ratio => format!("{:.0} % of {:.1}", 100.0 * ratio, ceiling / 1e9),
         };
-        let ((bytes, of_bandwidth), (flops, of_fma)) = (rate(work.bytes, bandwidth), rate(work.flops, fma));
+        let (bytes, of_read, of_copy) =
+            (rate(work.bytes), ratio(work.bytes, ceilings.read), ratio(work.bytes, ceilings.copy));
+        let (flops, of_fma, of_amx) =
+            (rate(work.flops), ratio(work.flops, ceilings.fma), ratio(work.flops, ceilings.amx_bf16));
         let (least, median) = (micros(least), micros(median));
         if self.markdown {
-            println!("| `{id}` | {least} | {median} | {bytes} | {of_bandwidth} | {flops} | {of_fma} |");
+            println!(
+                "| `{id}` | {least} | {median} | {bytes} | {of_read} | {of_copy} | {flops} | {of_fma} | {of_amx} |"
+            );
         } else {
             println!(
-                "{id:<56} {least:>11} µs {median:>11} µs {bytes:>8} GB/s {of_bandwidth:>6} {flops:>8} GFLOP/s {of_fma:>6}"
+                "{id:<56} {least:>11} µs {median:>11} µs {bytes:>8} GB/s {of_read:>12} {of_copy:>12} {flops:>8} GFLOP/s \
+                 {of_fma:>14} {of_amx:>14}"
             );
         }
     }
@@ -179,88 +216,4 @@ fn time(calls: u32, mut run: impl FnMut()) -> Duration {
 fn micros(seconds: f64) -> String {
     let us = seconds * 1e6;
     format!("{us:.*}", (3 - us.max(1.0).log10() as i32).max(0) as usize)
-}
-
-/// Bytes read and multiply-adds done per second by `threads` threads; the best of five tries each.
-fn measure_ceilings(threads: usize, markdown: bool) -> (f64, f64) {
-    const WORDS: usize = (1 << 30) / 8;
-    let memory = vec![0x9e37_79b9_7f4a_7c15u64; WORDS];
-    let per_thread = WORDS.div_ceil(threads);
-    let best = |amount: f64, run: &dyn Fn()| (0..5).map(|_| amount / time(1, run).as_secs_f64()).fold(0.0, f64::max);
-    let bandwidth = best((WORDS * 8) as f64, &|| {
-        std::thread::scope(|s| {
-            for part in memory.chunks(per_thread) {
-                s.spawn(move || {
-                    black_box(
-                        part.chunks_exact(16).fold([0u64; 16], |sum, words| std::array::from_fn(|i| sum[i] ^ words[i])),
-                    )
-                });
-            }
-        });
-    });
-    let rounds = 1 << 22;
-    let fma = best((rounds * fma_flops() * threads) as f64, &|| {
-        std::thread::scope(|s| {
-            for _ in 0..threads {
-                s.spawn(move || black_box(fma_rounds(rounds)));
-            }
-        });
-    });
-    let ceilings = format!("{threads} threads; ceilings {:.1} GB/s read, {:.0} GFLOP/s", bandwidth / 1e9, fma / 1e9);
-    if markdown {
-        println!("\n{ceilings}\n\n| bench | min, µs | median, µs | GB/s | bw | GFLOP/s | fma |");
-        println!("|---|--:|--:|--:|--:|--:|--:|");
-    } else {
-        println!("{ceilings}");
-    }
-    (bandwidth, fma)
-}
-
-/// Operations of one round of [`fma_rounds`]; 0 where it has none.
-fn fma_flops() -> usize {
-    #[cfg(target_arch = "x86_64")]
-    match Level::available().last() {
-        Some(Level::Avx512) => return 16 * 16 * 2,
-        Some(Level::Avx2) => return 12 * 8 * 2,
-        _ => {}
-    }
-    0
-}
-
-/// Independent chains of multiply-adds, enough to hide their latency.
-fn fma_rounds(rounds: usize) -> f32 {
-    #[cfg(target_arch = "x86_64")]
-    {
-        use std::arch::x86_64::*;
-        #[target_feature(enable = "avx512f")]
-        fn avx512(rounds: usize) -> f32 {
-            let (a, b) = (_mm512_set1_ps(0.999), _mm512_set1_ps(0.001));
-            let mut sums = [b; 16];
-            for _ in 0..rounds {
-                for sum in &mut sums {
-                    *sum = _mm512_fmadd_ps(*sum, a, b);
-                }
-            }
-            sums.iter().map(|&s| _mm512_reduce_add_ps(s)).sum()
-        }
-        #[target_feature(enable = "avx2,fma")]
-        fn avx2(rounds: usize) -> f32 {
-            let (a, b) = (_mm256_set1_ps(0.999), _mm256_set1_ps(0.001));
-            let mut sums = [b; 12];
-            for _ in 0..rounds {
-                for sum in &mut sums {
-                    *sum = _mm256_fmadd_ps(*sum, a, b);
-                }
-            }
-            sums.iter().map(|&s| _mm256_cvtss_f32(s)).sum()
-        }
-        match Level::available().last() {
-            // SAFETY: `available` saw AVX-512 F on this CPU.
-            Some(Level::Avx512) => return unsafe { avx512(rounds) },
-            // SAFETY: `available` saw AVX2 and FMA on this CPU.
-            Some(Level::Avx2) => return unsafe { avx2(rounds) },
-            _ => {}
-        }
-    }
-    rounds as f32
 }

@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+#[cfg(target_arch = "x86_64")]
+use super::arch::Amx;
 use super::integers::IntKernel;
 use super::level::{Level, Token};
 use super::pool::Pool;
@@ -20,7 +22,7 @@ impl Cpu {
     /// The highest level and all cores, unless [`env::FIR_CPU_LEVEL`] or [`env::FIR_CPU_THREADS`] say otherwise.
     pub fn new() -> Result<Self> {
         let best = *Level::available().last().unwrap_or(&Level::Portable);
-        let level = env::read(env::FIR_CPU_LEVEL, "portable, avx2 or avx512")?.unwrap_or(best);
+        let level = env::read(env::FIR_CPU_LEVEL, "portable, avx2, avx512 or amx")?.unwrap_or(best);
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         Self::with(level, env::read(env::FIR_CPU_THREADS, "a number from 1 to 1024")?.unwrap_or(cores))
     }
@@ -49,6 +51,12 @@ impl Cpu {
 
     pub(crate) fn pool(&self) -> &Pool {
         &self.pool
+    }
+
+    /// AMX tiles, at that level.
+    #[cfg(target_arch = "x86_64")]
+    pub(crate) fn amx(&self) -> Option<Amx> {
+        self.token.amx()
     }
 
     /// Runs `kernel` at this level, on the calling thread.

@@ -1,7 +1,7 @@
 //! Which instructions the kernels use: found once, or forced.
 
 #[cfg(target_arch = "x86_64")]
-use super::arch::{Avx2, Avx512, Vnni};
+use super::arch::{Amx, Avx2, Avx512};
 use super::{arch::Portable, integers::IntKernel, vector::Kernel};
 use crate::error::{Error, Result};
 
@@ -15,11 +15,13 @@ pub enum Level {
     Avx2,
     /// AVX-512 F, BW, DQ and VL: 16 lanes.
     Avx512,
+    /// AVX-512, with AMX tiles for products of bf16 and of 8-bit integers.
+    Amx,
 }
 
 impl Level {
     /// All levels, lowest first.
-    pub const ALL: [Self; 3] = [Self::Portable, Self::Avx2, Self::Avx512];
+    pub const ALL: [Self; 4] = [Self::Portable, Self::Avx2, Self::Avx512, Self::Amx];
 
     /// Its name, as `FIR_CPU_LEVEL` takes it.
     pub const fn name(self) -> &'static str {
@@ -27,6 +29,7 @@ impl Level {
             Self::Portable => "portable",
             Self::Avx2 => "avx2",
             Self::Avx512 => "avx512",
+            Self::Amx => "amx",
         }
     }
 
@@ -60,6 +63,8 @@ pub(crate) enum Token {
     Avx2(Avx2),
     #[cfg(target_arch = "x86_64")]
     Avx512(Avx512),
+    #[cfg(target_arch = "x86_64")]
+    Amx(Amx),
 }
 
 impl Token {
@@ -70,6 +75,8 @@ impl Token {
             Level::Avx2 => Avx2::detect().map(Self::Avx2),
             #[cfg(target_arch = "x86_64")]
             Level::Avx512 => Avx512::detect().map(Self::Avx512),
+            #[cfg(target_arch = "x86_64")]
+            Level::Amx => Amx::detect().map(Self::Amx),
             #[cfg(not(target_arch = "x86_64"))]
             _ => None,
         }
@@ -82,6 +89,8 @@ impl Token {
             Self::Avx2(_) => Level::Avx2,
             #[cfg(target_arch = "x86_64")]
             Self::Avx512(_) => Level::Avx512,
+            #[cfg(target_arch = "x86_64")]
+            Self::Amx(_) => Level::Amx,
         }
     }
 
@@ -93,19 +102,30 @@ impl Token {
             Self::Avx2(v) => v.run(kernel),
             #[cfg(target_arch = "x86_64")]
             Self::Avx512(v) => v.run(kernel),
+            #[cfg(target_arch = "x86_64")]
+            Self::Amx(v) => v.vectors().run(kernel),
         }
     }
-    /// Runs `kernel`, on sixteen lanes, compiled for this level; without VNNI, AVX-512 has nothing that AVX2 lacks.
+
+    /// AMX, at that level.
+    #[cfg(target_arch = "x86_64")]
+    pub(crate) fn amx(self) -> Option<Amx> {
+        match self {
+            Self::Amx(amx) => Some(amx),
+            _ => None,
+        }
+    }
+
+    /// Runs `kernel`, on sixteen lanes, compiled for this level.
     pub(crate) fn run_ints<K: IntKernel>(self, kernel: K) -> K::Out {
         match self {
             Self::Portable(v) => kernel.run(v),
             #[cfg(target_arch = "x86_64")]
             Self::Avx2(v) => v.run_ints(kernel),
             #[cfg(target_arch = "x86_64")]
-            Self::Avx512(v) => match Vnni::detect() {
-                Some(v) => v.run_ints(kernel),
-                None => v.avx2().run_ints(kernel),
-            },
+            Self::Avx512(v) => v.run_ints(kernel),
+            #[cfg(target_arch = "x86_64")]
+            Self::Amx(v) => v.vectors().run_ints(kernel),
         }
     }
 }

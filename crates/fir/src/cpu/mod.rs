@@ -11,6 +11,7 @@ pub(crate) mod math;
 pub(crate) mod norm;
 pub(crate) mod page;
 pub(crate) mod pool;
+pub(crate) mod quantize;
 pub(crate) mod rope;
 pub(crate) mod rows;
 pub(crate) mod sampling;

@@ -10,9 +10,9 @@ use std::cell::{Cell, UnsafeCell};
 use std::marker::PhantomData;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
-use std::thread::JoinHandle;
+use std::thread::{self, JoinHandle, Thread};
 
 use super::rows::three_axes;
 use crate::error::{Error, Result};
@@ -22,11 +22,14 @@ use crate::tensor::{Element, TensorMut};
 const SPINS: u32 = 4000;
 
 thread_local! {
-    /// Set while this thread runs a pool's work: a nested call then runs its work here, one worker after the other.
+    /// Set while this thread runs a pool's work: a nested call then does all its work here.
     static INSIDE: Cell<bool> = const { Cell::new(false) };
 }
 
 /// A fixed set of threads; the caller is worker 0.
+///
+/// A call is open while its caller works: threads that are awake join it and take pieces of its work, those that are not
+/// are not waited for. So a thread that the system gave to somebody else costs its share, and nothing more.
 pub(crate) struct Pool {
     shared: Arc<Shared>,
     /// One call at a time.
@@ -35,25 +38,34 @@ pub(crate) struct Pool {
 }
 
 struct Shared {
-    /// The work of the call in progress. Written by the caller while no worker runs (`running == 0`).
+    /// The work of the call in progress. Written by the caller while no thread is inside.
     job: UnsafeCell<Option<Job>>,
-    /// Counts calls: a change tells a worker that `job` is new.
-    epoch: AtomicU32,
-    /// Workers that have not finished the call in progress.
-    running: AtomicUsize,
+    /// Number of calls so far, whether the last is open, and how many threads are inside: see [`EPOCH`], [`OPEN`].
+    gate: AtomicU64,
     panicked: AtomicBool,
     stop: AtomicBool,
+    /// Threads that sleep, or are about to.
+    asleep: AtomicUsize,
     sleep: Mutex<()>,
     wake: Condvar,
+    /// The caller, while it sleeps until the last thread has left.
+    waiting: Mutex<Option<Thread>>,
 }
+
+/// A call in [`Shared::gate`].
+const EPOCH: u64 = 1 << 32;
+/// Whether the call may be joined.
+const OPEN: u64 = 1 << 31;
+/// The threads inside.
+const INSIDERS: u64 = OPEN - 1;
 
 /// A borrowed closure with its lifetime erased; `Pool::run` outlives every use of it.
 #[derive(Clone, Copy)]
 struct Job(*const (dyn Fn(usize) + Sync + 'static));
 
-// SAFETY: `job` is written only by the caller of `Pool::run`, which holds `call`, before it publishes the new epoch
-// (release) and after the last worker left the previous call (`running == 0`, acquire); workers read it only after
-// they saw the epoch (acquire). The closure behind it is `Sync`.
+// SAFETY: `job` is written only by the caller of `Pool::run`, which holds `call`, before it opens the gate (release) and
+// after the last thread left the previous call (acquire); threads read it only after they entered an open gate (acquire),
+// and leave (release) when they are done with it. The closure behind it is `Sync`.
 unsafe impl Sync for Shared {}
 // SAFETY: as above; nothing in it is tied to a thread.
 unsafe impl Send for Shared {}
@@ -63,18 +75,19 @@ impl Pool {
     pub(crate) fn new(workers: usize) -> Self {
         let shared = Arc::new(Shared {
             job: UnsafeCell::new(None),
-            epoch: AtomicU32::new(0),
-            running: AtomicUsize::new(0),
+            gate: AtomicU64::new(0),
             panicked: AtomicBool::new(false),
             stop: AtomicBool::new(false),
+            asleep: AtomicUsize::new(0),
             sleep: Mutex::new(()),
             wake: Condvar::new(),
+            waiting: Mutex::new(None),
         });
         let threads = (1..workers)
             .map_while(|worker| {
                 let shared = Arc::clone(&shared);
                 // A machine that refuses a thread gets a smaller pool.
-                std::thread::Builder::new().name(format!("fir-{worker}")).spawn(move || shared.serve(worker)).ok()
+                thread::Builder::new().name(format!("fir-{worker}")).spawn(move || shared.serve(worker)).ok()
             })
             .collect();
         Self { shared, call: Mutex::new(()), threads }
@@ -85,35 +98,44 @@ impl Pool {
         self.threads.len() + 1
     }
 
-    /// Calls `work(w)` once for every worker `w`, and returns when all have returned. A panic of one is passed on.
+    /// Calls `work(0)` here, and `work(w)` on every thread `w` that joins meanwhile; returns when all have returned.
+    ///
+    /// `work` must take pieces of what is to do until none is left: nobody but the caller is sure to come. A panic of one
+    /// is passed on.
     pub(crate) fn run(&self, work: &(dyn Fn(usize) + Sync)) {
         if self.threads.is_empty() || INSIDE.get() {
-            (0..self.workers()).for_each(work);
-            return;
+            return work(0);
         }
         let _one = self.call.lock().unwrap_or_else(PoisonError::into_inner);
         let s = &*self.shared;
-        // SAFETY: only the lifetime changes. `work` is used by workers that decrement `running` afterwards, and
-        // this function waits for `running == 0` before it returns, panic or not.
+        // SAFETY: only the lifetime changes. `work` is used by threads inside the gate, and this function waits until
+        // there are none before it returns, panic or not.
         let job = Job(unsafe {
             std::mem::transmute::<*const (dyn Fn(usize) + Sync + '_), *const (dyn Fn(usize) + Sync + 'static)>(work)
         });
-        // SAFETY: this thread holds `call` and no worker runs, so nobody else touches `job`.
+        // SAFETY: this thread holds `call`, the gate is shut and nobody is inside, so nobody else touches `job`.
         unsafe { *s.job.get() = Some(job) };
-        s.running.store(self.threads.len(), Ordering::Relaxed);
-        s.epoch.fetch_add(1, Ordering::Release);
-        // A worker checks the epoch with this lock held before it sleeps, so it cannot miss the call.
-        drop(s.sleep.lock());
-        s.wake.notify_all();
+        s.gate.fetch_add(EPOCH | OPEN, Ordering::SeqCst);
+        s.rouse();
 
         INSIDE.set(true);
         let mine = catch_unwind(AssertUnwindSafe(|| work(0)));
         INSIDE.set(false);
+        let mut inside = s.gate.fetch_and(!OPEN, Ordering::AcqRel) & INSIDERS;
         let mut spins = 0u32;
-        while s.running.load(Ordering::Acquire) != 0 {
-            // The caller has nothing else to do; yielding lets a preempted worker have this core.
+        while inside != 0 {
             spins += 1;
-            if spins > SPINS { std::thread::yield_now() } else { std::hint::spin_loop() }
+            if spins < SPINS {
+                std::hint::spin_loop();
+            } else {
+                // A thread inside was interrupted. Sleeping, this one is woken at once when it is done; yielding, it
+                // would wait for the end of somebody's time slice.
+                *s.waiting.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread::current());
+                if s.gate.load(Ordering::Acquire) & INSIDERS != 0 {
+                    thread::park();
+                }
+            }
+            inside = s.gate.load(Ordering::Acquire) & INSIDERS;
         }
         let theirs = s.panicked.swap(false, Ordering::Relaxed);
         match mine {
@@ -147,29 +169,67 @@ impl Shared {
         let mut seen = 0;
         loop {
             let mut spins = 0;
-            while self.epoch.load(Ordering::Acquire) == seen {
+            let mut gate = self.gate.load(Ordering::SeqCst);
+            while gate / EPOCH == seen {
                 spins += 1;
                 if spins < SPINS {
                     std::hint::spin_loop();
-                    continue;
+                } else {
+                    self.doze(seen);
                 }
-                let mut guard = self.sleep.lock().unwrap_or_else(PoisonError::into_inner);
-                while self.epoch.load(Ordering::Acquire) == seen {
-                    guard = self.wake.wait(guard).unwrap_or_else(PoisonError::into_inner);
-                }
+                gate = self.gate.load(Ordering::SeqCst);
             }
-            // Calls do not overlap: the caller waits for every worker, so the epoch moved by exactly one.
-            seen = seen.wrapping_add(1);
             if self.stop.load(Ordering::Relaxed) {
                 return;
             }
-            // SAFETY: the epoch was read with acquire after the caller's release, so `job` is this call's; the
-            // caller does not touch it, nor end the closure's life, before `running` is decremented below.
-            let work = unsafe { &*(*self.job.get()).expect("a job with the epoch").0 };
-            if catch_unwind(AssertUnwindSafe(|| work(worker))).is_err() {
-                self.panicked.store(true, Ordering::Relaxed);
+            seen = gate / EPOCH;
+            while gate & OPEN != 0 && gate / EPOCH == seen {
+                match self.gate.compare_exchange_weak(gate, gate + 1, Ordering::AcqRel, Ordering::Acquire) {
+                    Ok(_) => {
+                        self.enter(worker);
+                        break;
+                    }
+                    Err(now) => gate = now,
+                }
             }
-            self.running.fetch_sub(1, Ordering::Release);
+        }
+    }
+
+    /// Does the call's work; the gate counts this thread among those inside.
+    fn enter(&self, worker: usize) {
+        // SAFETY: the gate was entered with acquire after the caller's release, so `job` is this call's; the caller does
+        // not touch it, nor end the closure's life, before this thread has left.
+        let work = unsafe { &*(*self.job.get()).expect("a job behind an open gate").0 };
+        if catch_unwind(AssertUnwindSafe(|| work(worker))).is_err() {
+            self.panicked.store(true, Ordering::Relaxed);
+        }
+        let before = self.gate.fetch_sub(1, Ordering::AcqRel);
+        if before & (OPEN | INSIDERS) == 1 {
+            // The caller looks at the gate again after it said that it waits: one of the two sees the other.
+            if let Some(caller) = self.waiting.lock().unwrap_or_else(PoisonError::into_inner).take() {
+                caller.unpark();
+            }
+        }
+    }
+
+    /// Sleeps until there is another call than the one `seen`.
+    fn doze(&self, seen: u64) {
+        self.asleep.fetch_add(1, Ordering::SeqCst);
+        let mut guard = self.sleep.lock().unwrap_or_else(PoisonError::into_inner);
+        while self.gate.load(Ordering::SeqCst) / EPOCH == seen {
+            guard = self.wake.wait(guard).unwrap_or_else(PoisonError::into_inner);
+        }
+        drop(guard);
+        self.asleep.fetch_sub(1, Ordering::SeqCst);
+    }
+
+    /// Wakes those that sleep. A thread says that it sleeps before it looks at the gate for the last time, and the gate
+    /// moves before this looks for sleepers: one of the two sees the other.
+    fn rouse(&self) {
+        if self.asleep.load(Ordering::SeqCst) > 0 {
+            // A thread holds this lock from its last look to its sleep.
+            drop(self.sleep.lock());
+            self.wake.notify_all();
         }
     }
 }
@@ -177,9 +237,8 @@ impl Shared {
 impl Drop for Pool {
     fn drop(&mut self) {
         self.shared.stop.store(true, Ordering::Relaxed);
-        self.shared.epoch.fetch_add(1, Ordering::Release);
-        drop(self.shared.sleep.lock());
-        self.shared.wake.notify_all();
+        self.shared.gate.fetch_add(EPOCH, Ordering::SeqCst);
+        self.shared.rouse();
         for t in self.threads.drain(..) {
             let _ = t.join();
         }
@@ -405,17 +464,37 @@ mod tests {
     use crate::tensor::TensorMut;
 
     #[test]
-    fn every_worker_runs_once_per_call() {
+    fn all_work_is_done_once_whoever_comes() {
         for workers in 1..5 {
             let pool = Pool::new(workers);
-            for _ in 0..50 {
-                let counts: Vec<AtomicUsize> = (0..workers).map(|_| AtomicUsize::new(0)).collect();
+            for round in 0..50 {
+                let (next, counts) = (AtomicUsize::new(0), [const { AtomicUsize::new(0) }; 9]);
                 pool.run(&|w| {
-                    counts[w].fetch_add(1, Ordering::Relaxed);
+                    assert!(w < workers);
+                    while let Some(count) = counts.get(next.fetch_add(1, Ordering::Relaxed)) {
+                        count.fetch_add(1, Ordering::Relaxed);
+                    }
                 });
                 assert!(counts.iter().all(|c| c.load(Ordering::Relaxed) == 1));
+                if round % 20 == 19 {
+                    // Long enough for threads to fall asleep.
+                    thread::sleep(std::time::Duration::from_millis(2));
+                }
             }
         }
+    }
+
+    #[test]
+    fn threads_join_a_call_that_lasts() {
+        let pool = Pool::new(3);
+        let came = AtomicUsize::new(0);
+        pool.run(&|_| {
+            came.fetch_add(1, Ordering::SeqCst);
+            while came.load(Ordering::SeqCst) < 3 {
+                thread::yield_now();
+            }
+        });
+        assert_eq!(came.load(Ordering::SeqCst), 3);
     }
 
     #[test]
@@ -430,14 +509,11 @@ mod tests {
     fn nested_calls_and_panics_do_not_hang() {
         let pool = Pool::new(3);
         let n = AtomicUsize::new(0);
-        pool.run(&|_| {
-            pool.run(&|_| {
-                n.fetch_add(1, Ordering::Relaxed);
-            });
-        });
-        assert_eq!(n.load(Ordering::Relaxed), 9);
-        for bad in 0..3 {
-            assert!(catch_unwind(AssertUnwindSafe(|| pool.run(&|w| assert_ne!(w, bad)))).is_err());
+        pool.scatter(vec![(); 9], |()| pool.scatter(vec![(); 2], |()| drop(n.fetch_add(1, Ordering::Relaxed))));
+        assert_eq!(n.load(Ordering::Relaxed), 18);
+        for bad in 0..9 {
+            let parts: Vec<usize> = (0..9).collect();
+            assert!(catch_unwind(AssertUnwindSafe(|| pool.scatter(parts, |i| assert_ne!(i, bad)))).is_err());
         }
         pool.run(&|_| {});
     }

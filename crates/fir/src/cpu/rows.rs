@@ -110,6 +110,11 @@ impl<'a, T: Element> Rows<'a, T> {
         Self { data, inner: len, strides: [0, row], row, len }
     }
 
+    /// A slice as `len` rows of `row` elements, none perhaps.
+    pub(crate) fn packed_as(data: &'a [T], len: usize, row: usize) -> Self {
+        Self { data, inner: len, strides: [0, row], row, len }
+    }
+
     /// Number of rows.
     pub(crate) fn len(&self) -> usize {
         self.len
@@ -129,6 +134,14 @@ impl<'a, T: Element> Rows<'a, T> {
         }
         let at = r / self.inner * self.strides[0] + r % self.inner * self.strides[1];
         &self.data[at..][..self.row]
+    }
+
+    /// `n` rows from row `r` on as memory that begins with the first, and the elements from one to the next; `None` if
+    /// they are not evenly apart.
+    pub(crate) fn stretch(&self, r: usize, n: usize) -> Option<(&'a [T], usize)> {
+        assert!(n > 0 && r + n <= self.len, "rows {r}..{} of {}", r + n, self.len);
+        let at = r / self.inner * self.strides[0] + r % self.inner * self.strides[1];
+        (self.row > 0 && r % self.inner + n <= self.inner).then(|| (&self.data[at..], self.strides[1]))
     }
 }
 

@@ -5,6 +5,7 @@ pub mod attention;
 pub mod gemm;
 pub mod norm;
 pub mod page;
+pub mod quantize;
 pub mod rope;
 pub mod sampling;
 pub mod speculative;

@@ -185,7 +185,7 @@ impl std::str::FromStr for BlockFormat {
 
 /// A block with its fields apart: what every reader of a format starts from.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Block {
+pub(crate) struct BlockFields {
     /// Scale of all weights.
     pub(crate) d: f16,
     /// The minimum, or the scale of the minima; 0 without them.
@@ -198,7 +198,7 @@ pub(crate) struct Block {
     pub(crate) mins: [u8; 16],
 }
 
-impl Block {
+impl BlockFields {
     pub(crate) const ZERO: Self = Self { d: f16::ZERO, m: f16::ZERO, codes: [0; 256], scales: [1; 16], mins: [0; 16] };
 
     /// Reads a block of `format`, of which there must be `format.bytes()` bytes.

@@ -8,8 +8,11 @@
 //! | [`Foreign`] | another library's, by DLPack, or a mapped file's | `Box<[T]>` |
 //! | [`View`], [`ViewMut`] | as the two above, element type known | typed slices |
 //!
+//! [`Block`] says which elements of a matrix of fp8 share a scale.
+//!
 //! An index is checked once, where a view is made: a layout that reaches past its memory is refused.
 
+mod block;
 mod blocks;
 mod dims;
 pub mod dlpack;
@@ -18,8 +21,9 @@ mod foreign;
 mod layout;
 mod view;
 
-pub(crate) use self::blocks::Block;
+pub(crate) use self::blocks::BlockFields;
 pub use self::{
+    block::Block,
     blocks::{BlockFormat, IQ4_VALUES},
     dims::Dims,
     dtype::{Bool, DType, E2M1_VALUES, E2m1x2, E4m3, E5m2, E8m0, Element, Float, bf16, f16},

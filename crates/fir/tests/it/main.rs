@@ -9,6 +9,7 @@ mod layers;
 mod matrix;
 mod norm;
 mod page;
+mod quantize;
 mod rope;
 mod sampling;
 mod sources;

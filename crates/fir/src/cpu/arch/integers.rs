@@ -1,8 +1,5 @@
 //! [`Integers`] in plain Rust, in AVX2 and in AVX-512 with VNNI.
 
-#[cfg(target_arch = "x86_64")]
-pub(crate) use x86::Vnni;
-
 use super::Portable;
 use crate::cpu::integers::{Integers, PITCH};
 use crate::tensor::f16;
@@ -110,15 +107,15 @@ mod x86 {
 
     /// Proof that this CPU has AVX-512 VNNI, and all that [`Avx512`] proves; only `detect` makes one.
     #[derive(Clone, Copy, Debug)]
-    pub(crate) struct Vnni(());
+    struct Vnni(());
 
     impl Vnni {
-        pub(crate) fn detect() -> Option<Self> {
+        fn detect() -> Option<Self> {
             (Avx512::detect().is_some() && is_x86_feature_detected!("avx512vnni")).then_some(Self(()))
         }
 
         /// Runs `kernel` compiled for these instructions.
-        pub(crate) fn run_ints<K: IntKernel>(self, kernel: K) -> K::Out {
+        fn run_ints<K: IntKernel>(self, kernel: K) -> K::Out {
             #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
             fn go<K: IntKernel>(kernel: K, v: Vnni) -> K::Out {
                 kernel.run(v)
@@ -137,6 +134,16 @@ mod x86 {
             }
             // SAFETY: `self` exists, so `detect` saw these features on this CPU.
             unsafe { go(kernel, self) }
+        }
+    }
+
+    impl Avx512 {
+        /// Runs `kernel` compiled for this level; without VNNI it has nothing that AVX2 lacks.
+        pub(crate) fn run_ints<K: IntKernel>(self, kernel: K) -> K::Out {
+            match Vnni::detect() {
+                Some(v) => v.run_ints(kernel),
+                None => self.avx2().run_ints(kernel),
+            }
         }
     }
 

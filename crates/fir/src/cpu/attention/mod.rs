@@ -14,9 +14,12 @@
 mod merge;
 mod operand;
 mod tile;
+#[cfg(target_arch = "x86_64")]
+mod tiles;
 
 use std::ops::Range;
 use std::sync::PoisonError;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use self::merge::Merges;
 pub(crate) use self::merge::{merge_levels, merge_state, merge_state_in_place, merge_states};
@@ -24,6 +27,7 @@ use self::operand::Ahead;
 pub(crate) use self::operand::Operand;
 use self::tile::{Accumulate, RowsAt, Scores};
 use super::exec::Cpu;
+use super::level::Level;
 use super::math;
 use super::pool::{RowsMut, RowsOnce};
 use super::rows::narrow;
@@ -31,11 +35,11 @@ use super::variant::{self as hooks, Registers};
 use super::vector::{Kernel, Vector};
 use crate::kv::{PageTable, Ragged};
 use crate::plan::{Item, Schedule, TILE_KV, Tile};
-use crate::tensor::{bf16, f16};
+use crate::tensor::{DType, bf16, f16};
 use crate::variant::{Block, Bound, RowCtx, RowProgram, Visible};
 
-/// Most query rows (tokens × heads) of one pass over an item's KV, unless one token's group alone has more.
-pub(crate) const MAX_ROWS: usize = 64;
+/// Most query rows (tokens × heads) of one pass over an item's KV, unless one head alone has more.
+const MAX_ROWS: usize = 64;
 
 /// Most query rows of a head whose products read the cache directly.
 const DIRECT_ROWS: usize = 8;
@@ -82,8 +86,12 @@ pub(crate) struct Launch<'a> {
     pub v: Option<Operand<'a>>,
     pub v_scale: f32,
     pub dim_vo: usize,
+    /// Type of the output in the end.
+    pub out: DType,
     /// Query heads per KV head.
     pub group: usize,
+    /// Most query rows per head of an item: what [`rows`] gave the plan.
+    pub rows: usize,
     pub kv_heads: usize,
     pub index: Index<'a>,
     pub program: &'a RowProgram,
@@ -112,11 +120,27 @@ struct State {
     d: f32,
 }
 
+/// Query rows per head (tokens × group) that an item should have where there are as many: what a plan cuts by.
+///
+/// Everything that goes through AMX tiles wants more, as packing a KV tile costs as much as many rows' products.
+pub(crate) fn rows(cpu: &Cpu, group: usize, types: &[DType]) -> usize {
+    #[cfg(target_arch = "x86_64")]
+    let most = match cpu.level() {
+        Level::Amx if types.iter().all(|&d| d.size() == 1 || d == DType::BF16) => tiles::ROWS,
+        _ => MAX_ROWS,
+    };
+    #[cfg(not(target_arch = "x86_64"))]
+    let most = MAX_ROWS;
+    (most / group).max(1) * group
+}
+
 /// Floats of one worker's tile buffers.
-pub(crate) fn tile_floats(dim_qk: usize, dim_vo: usize, shared_v: bool, group: usize) -> usize {
-    let rows = MAX_ROWS.max(group);
-    let (dq, dv) = (padded(dim_qk), padded(dim_vo));
-    rows * (dq + dv) + TILE_KV * (dq + if shared_v { 0 } else { dv }) + rows * TILE_KV
+pub(crate) fn tile_floats(dim_qk: usize, dim_vo: usize, shared_v: bool, rows: usize) -> usize {
+    let (dq, dv, many) = (padded(dim_qk), padded(dim_vo), rows.max(MAX_ROWS));
+    let floats = many * (dq + dv) + TILE_KV * (dq + if shared_v { 0 } else { dv }) + many * TILE_KV;
+    #[cfg(target_arch = "x86_64")]
+    let floats = floats.max(tiles::floats(dq, dv, rows));
+    floats
 }
 
 /// Rows are padded to whole vectors of the widest level.
@@ -130,14 +154,17 @@ pub(crate) fn run(cpu: &Cpu, launch: &Launch<'_>, partials: &mut [f32], tiles: &
     let schedule = launch.schedule;
     {
         let rows = RowsOnce::new(RowsMut::from_slice(partials, width));
+        let next: Vec<AtomicUsize> = (0..schedule.workers()).map(|_| AtomicUsize::new(0)).collect();
+        let claim = |list: usize| schedule.of(list).get(next[list].fetch_add(1, Ordering::Relaxed));
         cpu.pool().run(&|worker| {
-            // A pool of another size than the plan's takes the plan's workers in turn.
-            let mine = (worker..schedule.workers()).step_by(cpu.workers());
-            if mine.clone().all(|w| schedule.of(w).is_empty()) {
-                return;
-            }
             let mut tile = tiles[worker % tiles.len()].lock().unwrap_or_else(PoisonError::into_inner);
-            cpu.run(Items { launch, mine, tile: &mut tile, partials: &rows, sink });
+            let mut work = Worker::new(launch, &mut tile, &rows, sink);
+            // Its own items first, then what others have left. Which worker does an item changes no bit of it.
+            for list in (0..next.len()).map(|i| (worker + i) % next.len()) {
+                while let Some(item) = claim(list) {
+                    work.run(cpu, item);
+                }
+            }
         });
     }
     let merges = schedule.merges();
@@ -148,180 +175,195 @@ pub(crate) fn run(cpu: &Cpu, launch: &Launch<'_>, partials: &mut [f32], tiles: &
     }
 }
 
-struct Items<'a, I> {
-    launch: &'a Launch<'a>,
-    mine: I,
-    tile: &'a mut Vec<f32>,
-    partials: &'a RowsOnce<'a, f32>,
-    sink: &'a Sink<'a>,
+/// What a worker keeps from item to item.
+struct Worker<'a, 'b> {
+    launch: &'b Launch<'a>,
+    tile: &'b mut [f32],
+    partials: &'b RowsOnce<'b, f32>,
+    sink: &'b Sink<'a>,
+    regs: Registers,
+    states: Vec<State>,
 }
 
-impl<I: Iterator<Item = usize>> Kernel for Items<'_, I> {
-    type Out = ();
-    #[inline(always)]
-    fn run<V: Vector>(self, v: V) {
+impl<'a, 'b> Worker<'a, 'b> {
+    fn new(launch: &'b Launch<'a>, tile: &'b mut [f32], partials: &'b RowsOnce<'b, f32>, sink: &'b Sink<'a>) -> Self {
         // Columns past the head dims are added up but never written: zero, once.
-        let dim_qk: usize = self.launch.k.iter().map(Operand::dim).sum();
-        if padded(dim_qk) != dim_qk || padded(self.launch.dim_vo) != self.launch.dim_vo {
-            self.tile.fill(0.0);
+        let dim_qk: usize = launch.k.iter().map(Operand::dim).sum();
+        if padded(dim_qk) != dim_qk || padded(launch.dim_vo) != launch.dim_vo {
+            tile.fill(0.0);
         }
-        let mut regs = Registers::default();
-        let mut states = vec![State { m: 0.0, d: 0.0 }; MAX_ROWS.max(self.launch.group)];
-        for w in self.mine {
-            for item in self.launch.schedule.of(w) {
-                run_item(v, self.launch, item, self.tile, self.partials, self.sink, &mut regs, &mut states);
-            }
+        let states = vec![State { m: 0.0, d: 0.0 }; launch.rows.max(MAX_ROWS)];
+        Self { launch, tile, partials, sink, regs: Registers::default(), states }
+    }
+
+    fn run(&mut self, cpu: &Cpu, item: &Item) {
+        let Self { launch, tile, partials, sink, regs, states } = self;
+        #[cfg(target_arch = "x86_64")]
+        if let Some(amx) = cpu.amx()
+            && item.q_len as usize * launch.group > DIRECT_ROWS
+            && tiles::suits(launch)
+        {
+            return amx.run(tiles::TileItem { launch, item, buffer: tile, partials, sink, regs, states });
         }
+        cpu.run(RunItem { launch, item, tile, partials, sink, regs, states });
     }
 }
 
-#[expect(clippy::too_many_arguments, reason = "one call site")]
-#[inline(always)]
-fn run_item<V: Vector>(
-    v: V,
-    launch: &Launch<'_>,
-    item: &Item,
-    tile: &mut [f32],
-    partials: &RowsOnce<'_, f32>,
-    sink: &Sink<'_>,
-    regs: &mut Registers,
-    states: &mut [State],
-) {
-    let (group, tokens) = (launch.group, item.q_len as usize);
-    let per_head = tokens * group;
-    let heads_per_pass = (MAX_ROWS / per_head).max(1) as u32;
-    let dim_qk: usize = launch.k.iter().map(Operand::dim).sum();
-    let (dq, dv) = (padded(dim_qk), padded(launch.dim_vo));
-    let rows = MAX_ROWS.max(group);
+/// One item of the schedule.
+struct RunItem<'a, 'b> {
+    launch: &'b Launch<'a>,
+    item: &'b Item,
+    tile: &'b mut [f32],
+    partials: &'b RowsOnce<'b, f32>,
+    sink: &'b Sink<'a>,
+    regs: &'b mut Registers,
+    states: &'b mut [State],
+}
 
-    let (q, rest) = tile.split_at_mut(rows * dq);
-    let (o, rest) = rest.split_at_mut(rows * dv);
-    let (s, rest) = rest.split_at_mut(rows * TILE_KV);
-    let (k, x) = rest.split_at_mut(TILE_KV * dq);
-    let mut at = [[0usize; 2]; TILE_KV];
-    let mut ahead = [[0usize; 2]; TILE_KV];
+impl Kernel for RunItem<'_, '_> {
+    type Out = ();
+    #[inline(always)]
+    fn run<V: Vector>(self, v: V) {
+        let Self { launch, item, tile, partials, sink, regs, states } = self;
+        let (group, tokens) = (launch.group, item.q_len as usize);
+        let per_head = tokens * group;
+        let heads_per_pass = (MAX_ROWS / per_head).max(1) as u32;
+        let dim_qk: usize = launch.k.iter().map(Operand::dim).sum();
+        let (dq, dv) = (padded(dim_qk), padded(launch.dim_vo));
+        let rows = MAX_ROWS.max(launch.rows);
 
-    let program = launch.program;
-    let softmax = program.softmax();
-    let (base, natural) = (base(launch), natural(launch));
-    // Up to a register block of rows, a widened tile would be read once or twice: not worth its place in the cache.
-    let direct = per_head <= DIRECT_ROWS
-        && launch.k.len() == 1
-        && launch.k[0].is_direct()
-        && launch.v.is_some_and(|v| v.is_direct())
-        && !program.has_key()
-        && !program.has_value();
-    let tokens_of_item = &launch.tokens[item.q_start as usize..][..tokens];
-    let block = block_of(tokens_of_item, item.head_start..item.head_end, group);
+        let (q, rest) = tile.split_at_mut(rows * dq);
+        let (o, rest) = rest.split_at_mut(rows * dv);
+        let (s, rest) = rest.split_at_mut(rows * TILE_KV);
+        let (k, x) = rest.split_at_mut(TILE_KV * dq);
+        let mut at = [[0usize; 2]; TILE_KV];
+        let mut ahead = [[0usize; 2]; TILE_KV];
 
-    let mut head_start = item.head_start;
-    while head_start < item.head_end {
-        let heads = head_start..item.head_end.min(head_start + heads_per_pass);
-        let pass_rows = heads.len() * per_head;
-        head_start = heads.end;
+        let program = launch.program;
+        let softmax = program.softmax();
+        let (base, natural) = (base(launch), natural(launch));
+        // Up to a register block of rows, a widened tile would be read once or twice: not worth its place in the cache.
+        let direct = per_head <= DIRECT_ROWS
+            && launch.k.len() == 1
+            && launch.k[0].is_direct()
+            && launch.v.is_some_and(|v| v.is_direct())
+            && !program.has_key()
+            && !program.has_value();
+        let tokens_of_item = &launch.tokens[item.q_start as usize..][..tokens];
+        let block = block_of(tokens_of_item, item.head_start..item.head_end, group);
 
-        // Queries of the pass, transformed and scaled; empty states.
-        for (h, head) in heads.clone().enumerate() {
-            for row in 0..per_head {
-                let token = item.q_start as usize + row / group;
-                let qo_head = head as usize * group + row % group;
-                let ctx = ctx_of(launch, token, qo_head);
-                let at = h * per_head + row;
-                load_query(v, launch, &ctx, token, &mut q[at * dq..][..dq], regs);
-                states[at] = start_state(launch, item, &ctx, regs);
-            }
-        }
-        o[..pass_rows * dv].fill(0.0);
+        let mut head_start = item.head_start;
+        while head_start < item.head_end {
+            let heads = head_start..item.head_end.min(head_start + heads_per_pass);
+            let pass_rows = heads.len() * per_head;
+            head_start = heads.end;
 
-        let mut pos = item.kv_start;
-        locate(launch.index, item.request as usize, pos, item.kv_end, &mut at);
-        while pos < item.kv_end {
-            let n = (item.kv_end - pos).min(TILE_KV as u32) as usize;
-            let next = pos + n as u32;
-            if next < item.kv_end {
-                locate(launch.index, item.request as usize, next, item.kv_end, &mut ahead);
-            }
-            let n_ahead = (item.kv_end - next).min(TILE_KV as u32) as usize;
-            let kv_pos = launch.kv_base.map_or(0, |b| b[item.request as usize]) + pos as i32;
-            let visible = if program.has_mask() {
-                program.block(Some(launch.bound), &Block { kv_pos: (kv_pos, kv_pos + n as i32 - 1), ..block })
-            } else {
-                Visible::All
-            };
-            if visible != Visible::None {
-                for (h, head) in heads.clone().enumerate() {
-                    let rows = h * per_head..(h + 1) * per_head;
-                    let s = &mut s[..per_head * TILE_KV];
-                    let q = &q[rows.start * dq..rows.end * dq];
-                    let next = Ahead {
-                        operands: launch.k,
-                        head: head as usize,
-                        heads: (heads.start as usize, heads.len()),
-                        at: &ahead[..n_ahead],
-                    };
-                    let direct = direct && visible == Visible::All;
-                    if direct {
-                        launch.k[0].scores(v, &at[..n], q, s, next);
-                    } else {
-                        load_keys(v, launch, item, head, kv_pos, &at[..n], k, dq, regs);
-                        let k = RowsAt { data: &*k, at: &tile_rows(dq)[..n] };
-                        v.call(Scores { q, k, dim: dq, s, ahead: next });
-                    }
-                    for row in 0..per_head {
-                        let ctx =
-                            ctx_of(launch, item.q_start as usize + row / group, head as usize * group + row % group);
-                        let s = &mut s[row * TILE_KV..][..TILE_KV];
-                        if natural {
-                            for s in &mut s[..n] {
-                                *s *= launch.sm_scale;
-                            }
-                        }
-                        if program.has_logits() || visible == Visible::Some {
-                            let masked = visible == Visible::Some;
-                            hooks::logits(v, program, launch.bound, &ctx, kv_pos, &mut s[..n], regs, masked);
-                        }
-                        if softmax {
-                            let o = &mut o[(rows.start + row) * dv..][..dv];
-                            softmax_row(v, s, n, base, &mut states[rows.start + row], o);
-                        }
-                    }
-                    let o = &mut o[rows.start * dv..rows.end * dv];
-                    let next = Ahead { operands: launch.v.as_slice(), ..next };
-                    if let (true, Some(values)) = (direct, &launch.v) {
-                        values.accumulate(v, &at[..n], s, o, next);
-                        continue;
-                    }
-                    // The values are the keys' first elements in latent attention: same rows, wider stride.
-                    let (x, stride) = match launch.v {
-                        Some(_) => {
-                            load_values(v, launch, item, head, kv_pos, &at[..n], x, dv, regs);
-                            (&*x, dv)
-                        }
-                        None => (&*k, dq),
-                    };
-                    let all = RowsAt { data: x, at: &tile_rows(stride)[..n] };
-                    if visible == Visible::Some && !tile::all_finite(v, &x[..n * stride]) {
-                        tile::accumulate_visible(s, all, o, dv);
-                    } else {
-                        v.call(Accumulate { p: s, x: all, o, dim: dv, ahead: next });
-                    }
+            // Queries of the pass, transformed and scaled; empty states.
+            for (h, head) in heads.clone().enumerate() {
+                for row in 0..per_head {
+                    let token = item.q_start as usize + row / group;
+                    let qo_head = head as usize * group + row % group;
+                    let ctx = ctx_of(launch, token, qo_head);
+                    let at = h * per_head + row;
+                    load_query(v, launch, &ctx, token, &mut q[at * dq..][..dq], regs);
+                    states[at] = start_state(launch, item, &ctx, regs);
                 }
             }
-            std::mem::swap(&mut at, &mut ahead);
-            pos = next;
-        }
+            o[..pass_rows * dv].fill(0.0);
 
-        for (h, head) in heads.enumerate() {
-            for row in 0..per_head {
-                let at = h * per_head + row;
-                let token = item.q_start as usize + row / group;
-                let qo_head = head as usize * group + row % group;
-                let (o, state) = (&mut o[at * dv..][..launch.dim_vo], states[at]);
-                if item.partial != Item::WHOLE {
-                    let part = (head - item.head_start) as usize * per_head + row;
-                    write_state(partials.take(item.partial as usize + part), o, state);
+            let mut pos = item.kv_start;
+            locate(launch.index, item.request as usize, pos, item.kv_end, &mut at);
+            while pos < item.kv_end {
+                let n = (item.kv_end - pos).min(TILE_KV as u32) as usize;
+                let next = pos + n as u32;
+                if next < item.kv_end {
+                    locate(launch.index, item.request as usize, next, item.kv_end, &mut ahead);
+                }
+                let n_ahead = (item.kv_end - next).min(TILE_KV as u32) as usize;
+                let kv_pos = launch.kv_base.map_or(0, |b| b[item.request as usize]) + pos as i32;
+                let visible = if program.has_mask() {
+                    program.block(Some(launch.bound), &Block { kv_pos: (kv_pos, kv_pos + n as i32 - 1), ..block })
                 } else {
-                    v.call(Finish { launch, token, qo_head, o, state, sink, regs });
+                    Visible::All
+                };
+                if visible != Visible::None {
+                    for (h, head) in heads.clone().enumerate() {
+                        let rows = h * per_head..(h + 1) * per_head;
+                        let s = &mut s[..per_head * TILE_KV];
+                        let q = &q[rows.start * dq..rows.end * dq];
+                        let next = Ahead {
+                            operands: launch.k,
+                            head: head as usize,
+                            heads: (heads.start as usize, heads.len()),
+                            at: &ahead[..n_ahead],
+                        };
+                        let direct = direct && visible == Visible::All;
+                        if direct {
+                            launch.k[0].scores(v, &at[..n], q, s, next);
+                        } else {
+                            load_keys(v, launch, item, head, kv_pos, &at[..n], k, dq, regs);
+                            let k = RowsAt { data: &*k, at: &tile_rows(dq)[..n] };
+                            v.call(Scores { q, k, dim: dq, s, ahead: next });
+                        }
+                        for row in 0..per_head {
+                            let ctx = ctx_of(
+                                launch,
+                                item.q_start as usize + row / group,
+                                head as usize * group + row % group,
+                            );
+                            let s = &mut s[row * TILE_KV..][..TILE_KV];
+                            if natural {
+                                for s in &mut s[..n] {
+                                    *s *= launch.sm_scale;
+                                }
+                            }
+                            if program.has_logits() || visible == Visible::Some {
+                                let masked = visible == Visible::Some;
+                                hooks::logits(v, program, launch.bound, &ctx, kv_pos, &mut s[..n], regs, masked);
+                            }
+                            if softmax {
+                                let o = &mut o[(rows.start + row) * dv..][..dv];
+                                softmax_row(v, s, n, base, &mut states[rows.start + row], o);
+                            }
+                        }
+                        let o = &mut o[rows.start * dv..rows.end * dv];
+                        let next = Ahead { operands: launch.v.as_slice(), ..next };
+                        if let (true, Some(values)) = (direct, &launch.v) {
+                            values.accumulate(v, &at[..n], s, o, next);
+                            continue;
+                        }
+                        // The values are the keys' first elements in latent attention: same rows, wider stride.
+                        let (x, stride) = match launch.v {
+                            Some(_) => {
+                                load_values(v, launch, item, head, kv_pos, &at[..n], x, dv, regs);
+                                (&*x, dv)
+                            }
+                            None => (&*k, dq),
+                        };
+                        let all = RowsAt { data: x, at: &tile_rows(stride)[..n] };
+                        if visible == Visible::Some && !tile::all_finite(v, &x[..n * stride]) {
+                            tile::accumulate_visible(s, all, o, dv);
+                        } else {
+                            v.call(Accumulate { p: s, x: all, o, dim: dv, ahead: next });
+                        }
+                    }
+                }
+                std::mem::swap(&mut at, &mut ahead);
+                pos = next;
+            }
+
+            for (h, head) in heads.enumerate() {
+                for row in 0..per_head {
+                    let at = h * per_head + row;
+                    let token = item.q_start as usize + row / group;
+                    let qo_head = head as usize * group + row % group;
+                    let (o, state) = (&mut o[at * dv..][..launch.dim_vo], states[at]);
+                    if item.partial != Item::WHOLE {
+                        let part = (head - item.head_start) as usize * per_head + row;
+                        write_state(partials.take(item.partial as usize + part), o, state);
+                    } else {
+                        v.call(Finish { launch, token, qo_head, o, state, sink, regs });
+                    }
                 }
             }
         }

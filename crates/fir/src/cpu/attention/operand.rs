@@ -5,7 +5,7 @@
 //! coming from memory.
 
 use super::tile::{Accumulate, RowsAt, Scores};
-use crate::cpu::rows::widen;
+use crate::cpu::rows::{narrow, widen};
 use crate::cpu::vector::{Kernel, Lane, Vector};
 use crate::error::{Error, Result};
 use crate::kv::NVFP4_BLOCK;
@@ -81,6 +81,31 @@ impl<'a> Operand<'a> {
     #[inline(always)]
     pub(super) fn widen_rows<V: Vector>(&self, v: V, head: usize, at: &[[usize; 2]], out: &mut [f32], stride: usize) {
         v.call(Widen { operand: self, head, at, out, stride });
+    }
+
+    /// Whether bf16 holds each of its values exactly.
+    pub(super) fn fits_bf16(&self) -> bool {
+        !matches!(self.elements, Elements::F32(_) | Elements::F16(_))
+    }
+
+    /// Row `(a, b, c)` where it lies, if it is bf16.
+    #[inline(always)]
+    pub(super) fn bf16_row(&self, row: [usize; 3]) -> Option<&'a [bf16]> {
+        let [s, t, u] = self.strides;
+        match self.elements {
+            Elements::Bf16(x) => Some(&x[row[0] * s + row[1] * t + row[2] * u..][..self.dim]),
+            _ => None,
+        }
+    }
+
+    /// Row `(a, b, c)` as bf16, exact where [`Self::fits_bf16`]; `wide` is scratch of a row.
+    #[inline(always)]
+    pub(super) fn copy_bf16<V: Vector>(&self, v: V, row: [usize; 3], wide: &mut [f32], out: &mut [bf16]) {
+        if let Some(row) = self.bf16_row(row) {
+            return out.copy_from_slice(row);
+        }
+        self.widen_row(v, row, &mut wide[..self.dim]);
+        narrow(v, &wide[..self.dim], out);
     }
 
     /// Whether the products can read its rows as they lie: whole vectors of plain numbers.

@@ -6,18 +6,25 @@
 //!
 //! An output's additions always happen in the same order: within a block by lanes, then the lanes' tree, then block by
 //! block. Neither the tile that holds it nor the thread that runs it changes that.
+//!
+//! At the AMX level, products of bf16 go through tiles: see [`tiles`].
+
+mod epilogue;
+#[cfg(target_arch = "x86_64")]
+mod tiles;
 
 pub(crate) mod blocks;
 
 use std::cell::Cell;
 use std::ops::Range;
 
+pub(crate) use self::epilogue::Epilogue;
 use crate::cpu::exec::Cpu;
 use crate::cpu::pool::RowsMut;
-use crate::cpu::rows::{Rows, narrow, widen, with_float};
+use crate::cpu::rows::{Rows, widen, with_float};
 use crate::cpu::vector::{Kernel, Lane, Vector};
 use crate::error::Result;
-use crate::tensor::{TensorMut, TensorRef};
+use crate::tensor::{DType, TensorMut, TensorRef};
 
 /// Weight rows per unit of work: 256 KB of f32 with [`DEPTH`], in the second-level cache beside what else is there.
 const PANEL: usize = 64;
@@ -31,61 +38,129 @@ thread_local! {
     static SCRATCH: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
 }
 
-pub(crate) fn gemm(cpu: &Cpu, x: TensorRef<'_>, w: TensorRef<'_>, out: TensorMut<'_>) -> Result<()> {
-    const OP: &str = "gemm";
-    let (m, k) = (x.shape()[0], x.shape()[1]);
-    if m == 0 || w.shape()[0] == 0 {
-        // A side without elements may be longer than memory.
-        return Ok(());
+/// One product of a launch.
+pub(crate) struct Product<'a> {
+    /// `[m, k]`
+    pub x: TensorRef<'a>,
+    /// `[n, k]`, or `[2 * n, k]` if the epilogue takes two rows per column
+    pub w: TensorRef<'a>,
+    /// `[m, n]`
+    pub out: TensorMut<'a>,
+    pub then: Epilogue<'a>,
+}
+
+impl Product<'_> {
+    /// Whether there is nothing to write. A side without elements may be longer than memory.
+    fn is_empty(&self) -> bool {
+        self.x.shape()[0] == 0 || self.w.shape()[0] == 0
     }
-    let mut wide = Vec::new();
-    let x = if let Ok(x) = Rows::<f32>::new(OP, "x", x) {
-        x
-    } else {
-        with_float!(OP, "x", x.dtype(), X => {
-            let x = Rows::<X>::new(OP, "x", x)?;
-            wide.resize(m * k, 0.0);
-            cpu.run(Widen { x, out: &mut wide });
-            Ok(Rows::packed(&wide, k))
-        })?
-    };
-    with_float!(OP, "w", w.dtype(), W => with_float!(OP, "out", out.dtype(), O => {
-        let (w, out) = (Rows::<W>::new(OP, "w", w)?, RowsMut::<O>::new(OP, "out", out)?);
-        let panels = w.len().div_ceil(PANEL);
+
+    /// Multiplications, or as many as a usize holds.
+    fn work(&self) -> usize {
+        self.x.shape().iter().fold(self.w.shape()[0], |n, &m| n.saturating_mul(m))
+    }
+}
+
+/// Several products in one launch, shapes checked by the caller; each side has one type in all of them.
+pub(crate) fn products(cpu: &Cpu, op: &'static str, mut list: Vec<Product<'_>>) -> Result<()> {
+    list.retain(|p| !p.is_empty());
+    let Some(first) = list.first() else { return Ok(()) };
+    let (x, w, out) = (first.x.dtype(), first.w.dtype(), first.out.dtype());
+    #[cfg(target_arch = "x86_64")]
+    if let (Some(amx), (DType::BF16, DType::BF16)) = (cpu.amx(), (x, w)) {
+        return with_float!(op, "out", out, O => tiles::products::<O>(cpu, amx, op, list));
+    }
+    with_float!(op, "x", x, X => with_float!(op, "w", w, W => with_float!(op, "out", out, O => {
+        dots_of::<X, W, O>(cpu, op, list)
+    })))
+}
+
+fn dots_of<X: Lane, W: Lane, O: Lane>(cpu: &Cpu, op: &'static str, list: Vec<Product<'_>>) -> Result<()> {
+    // Below 64k products, a few microseconds, waking the pool is not worth it.
+    let alone = list.iter().fold(0usize, |sum, p| sum.saturating_add(p.work())) < 64 << 10;
+    let mut wide = vec![];
+    for Product { x, .. } in &list {
+        let x = Rows::<X>::new(op, "x", *x)?;
+        let mut copy = vec![];
+        if X::DTYPE != DType::F32 {
+            copy.resize(x.len() * x.row_len(), 0.0);
+            cpu.run(Widen { x, out: &mut copy });
+        }
+        wide.push(copy);
+    }
+    let panels: usize = list.iter().map(|p| p.w.shape()[0].div_ceil(PANEL)).sum();
+    let mut units = vec![];
+    for (Product { x, w, out, then }, wide) in list.into_iter().zip(&wide) {
+        let (m, k, n) = (x.shape()[0], x.shape()[1], out.shape()[1]);
+        let x = if X::DTYPE == DType::F32 { Rows::<f32>::new(op, "x", x)? } else { Rows::packed_as(wide, m, k) };
+        let (w, out) = (Rows::<W>::new(op, "w", w)?, RowsMut::<O>::new(op, "out", out)?);
         // Two units per worker; when there are too few panels for that, their rows are cut too. Never
         // into fewer than 24: every cut reads all weights.
         let cuts = (2 * cpu.workers()).div_ceil(panels.max(1)).min(m / 24).max(1);
-        let units = out.split(cuts).into_iter().flat_map(|rows| rows.split_columns(PANEL).into_iter().enumerate());
-        let work = |(panel, out): (usize, RowsMut<'_, O>)| unit(cpu, x, w, k, panel * PANEL, out);
-        // Below 64k products, a few microseconds, waking the pool is not worth it.
-        if m.saturating_mul(w.len()).saturating_mul(k) < 64 << 10 {
-            units.for_each(work);
-        } else {
-            cpu.pool().scatter(units.collect(), work);
+        for rows in out.split(cuts) {
+            let columns = rows.split_columns(PANEL).into_iter().enumerate();
+            units.extend(columns.map(|(panel, out)| Unit { x, w, k, n, first: panel * PANEL, out, then }));
         }
-        Ok(())
-    }))
+    }
+    if alone {
+        units.into_iter().for_each(|u| u.run(cpu));
+    } else {
+        cpu.pool().scatter(units, |u| u.run(cpu));
+    }
+    Ok(())
 }
 
-/// Rows `out.range()` of `x` times weight rows from `first` on, as many as `out` is wide.
-fn unit<W: Lane, O: Lane>(
-    cpu: &Cpu,
-    x: Rows<'_, f32>,
-    w: Rows<'_, W>,
+/// Rows `out.range()` of a product, for the columns from `first` on, as many as `out` is wide.
+struct Unit<'a, W, O> {
+    x: Rows<'a, f32>,
+    w: Rows<'a, W>,
     k: usize,
+    /// Columns of the whole product.
+    n: usize,
     first: usize,
-    mut out: RowsMut<'_, O>,
-) {
-    let mut scratch = SCRATCH.take();
-    let (range, width) = (out.range(), out.row_len());
-    scratch.clear();
-    scratch.resize(range.len() * width + PANEL * DEPTH.min(k), 0.0);
-    let (sums, panel) = scratch.split_at_mut(range.len() * width);
-    cpu.run(Product { x, rows: range.clone(), w, first, width, k, sums, panel });
-    for (r, sums) in range.zip(sums.chunks_exact(width.max(1))) {
-        cpu.run(Narrow { sums, out: out.row(r) });
+    out: RowsMut<'a, O>,
+    then: Epilogue<'a>,
+}
+
+impl<W: Lane, O: Lane> Unit<'_, W, O> {
+    fn run(self, cpu: &Cpu) {
+        let Self { x, w, k, n, first, mut out, then } = self;
+        let mut scratch = SCRATCH.take();
+        let (range, width) = (out.range(), out.row_len());
+        let size = range.len() * width;
+        scratch.clear();
+        scratch.resize(then.rows() * size + PANEL * DEPTH.min(k), 0.0);
+        let (sums, panel) = scratch.split_at_mut(then.rows() * size);
+        for half in 0..then.rows() {
+            let sums = &mut sums[half * size..][..size];
+            cpu.run(Panel { x, rows: range.clone(), w, first: half * n + first, width, k, sums, panel });
+        }
+        cpu.run(Write { sums, first, out: &mut out, then });
+        SCRATCH.set(scratch);
     }
-    SCRATCH.set(scratch);
+}
+
+/// Writes the sums of a unit, those of all its columns and then those of the second half of the weights.
+struct Write<'a, 'b, O> {
+    sums: &'b [f32],
+    first: usize,
+    out: &'b mut RowsMut<'a, O>,
+    then: Epilogue<'b>,
+}
+
+impl<O: Lane> Kernel for Write<'_, '_, O> {
+    type Out = ();
+    #[inline(always)]
+    fn run<V: Vector>(self, v: V) {
+        let width = self.out.row_len();
+        let range = self.out.range();
+        let (sums, second) = self.sums.split_at(range.len() * width);
+        for (i, r) in range.enumerate() {
+            let columns = i * width..(i + 1) * width;
+            let second = second.get(columns.clone()).unwrap_or_default();
+            self.then.write(v, self.first, &sums[columns], second, self.out.row(r));
+        }
+    }
 }
 
 struct Widen<'a, T> {
@@ -100,28 +175,15 @@ impl<T: Lane> Kernel for Widen<'_, T> {
         if self.out.is_empty() {
             return;
         }
-        let k = self.out.len() / self.x.len();
+        let k = self.x.row_len();
         for (r, out) in self.out.chunks_exact_mut(k).enumerate() {
             widen(v, self.x.row(r), out);
         }
     }
 }
 
-struct Narrow<'a, T> {
-    sums: &'a [f32],
-    out: &'a mut [T],
-}
-
-impl<T: Lane> Kernel for Narrow<'_, T> {
-    type Out = ();
-    #[inline(always)]
-    fn run<V: Vector>(self, v: V) {
-        narrow(v, self.sums, self.out);
-    }
-}
-
 /// Adds the product of some rows and weight rows to `sums`, `[rows, width]`.
-struct Product<'a, W> {
+struct Panel<'a, W> {
     x: Rows<'a, f32>,
     rows: Range<usize>,
     w: Rows<'a, W>,
@@ -133,7 +195,7 @@ struct Product<'a, W> {
     panel: &'a mut [f32],
 }
 
-impl<W: Lane> Kernel for Product<'_, W> {
+impl<W: Lane> Kernel for Panel<'_, W> {
     type Out = ();
     #[inline(always)]
     fn run<V: Vector>(self, v: V) {

@@ -1,6 +1,6 @@
 //! [`BatchPlan`]: prefill, decode and append in one plan; what the other plans are made of.
 
-use crate::cpu::attention::{self as kernel, Index, Launch, MAX_ROWS, Operand, Out, Sink, Token};
+use crate::cpu::attention::{self as kernel, Index, Launch, Operand, Out, Sink, Token};
 use crate::cpu::pool::{RowsMut, RowsOnce};
 use crate::error::{Error, Result};
 use crate::exec::Exec;
@@ -92,6 +92,8 @@ pub struct BatchPlan {
     problem: Problem,
     split: Split,
     workers: usize,
+    /// Most query rows per head of an item.
+    rows: usize,
     program: RowProgram,
     qo: Ragged,
     kv_lens: Vec<u32>,
@@ -140,11 +142,17 @@ impl BatchPlan {
         }
         check_split(OP, split)?;
         let program = RowProgram::new(&problem.variant, problem.head_dim_qk, problem.head_dim_vo)?;
+        let rows = match exec {
+            Exec::Cpu(cpu) => {
+                kernel::rows(cpu, problem.group(), &[problem.q_dtype, problem.kv_dtype, problem.out_dtype])
+            }
+        };
         Ok(Self {
             program,
             problem,
             split,
             workers: exec.workers(),
+            rows,
             qo: Ragged::from_lens(&[])?,
             kv_lens: Vec::with_capacity(requests),
             tokens: Vec::with_capacity(requests),
@@ -185,7 +193,7 @@ impl BatchPlan {
         self.kv_lens.extend_from_slice(kv_lens);
         self.entries.clear();
         let group = self.problem.group();
-        let tile = (MAX_ROWS / group).max(1) as u32;
+        let tile = (self.rows / group) as u32;
         for (r, (&q_len, &kv_len)) in qo.lens().iter().zip(kv_lens).enumerate() {
             let first = qo.indptr()[r] as u32;
             let mut at = 0;
@@ -260,7 +268,7 @@ impl BatchPlan {
 
     fn tile_floats(&self) -> usize {
         let p = &self.problem;
-        kernel::tile_floats(p.head_dim_qk, p.head_dim_vo, false, p.group())
+        kernel::tile_floats(p.head_dim_qk, p.head_dim_vo, false, self.rows)
     }
 
     /// Runs one layer. Takes `&self`: a plan has no state that a run changes.
@@ -344,7 +352,9 @@ impl BatchPlan {
             v: Some(v),
             v_scale: pool.v_scale,
             dim_vo: p.head_dim_vo,
+            out: p.out_dtype,
             group: p.group(),
+            rows: self.rows,
             kv_heads: p.kv_heads,
             index: match &kv {
                 Kv::Paged(_, table) => Index::Paged(table),

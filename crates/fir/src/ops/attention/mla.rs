@@ -8,7 +8,7 @@
 //! ```
 
 use super::batch::{check_batch, check_q, check_split, check_table, output_sink, same_lens, split_scale};
-use crate::cpu::attention::{self as kernel, Index, Launch, MAX_ROWS, Operand, Token};
+use crate::cpu::attention::{self as kernel, Index, Launch, Operand, Token};
 use crate::error::{Error, Result};
 use crate::exec::Exec;
 use crate::kv::{PageTable, PagedMla, Ragged};
@@ -41,6 +41,8 @@ pub struct MlaProblem {
 pub struct MlaPlan {
     problem: MlaProblem,
     workers: usize,
+    /// Most query rows of an item.
+    rows: usize,
     kv_lens: Vec<u32>,
     tokens: Vec<Token>,
     schedule: Schedule,
@@ -83,7 +85,10 @@ impl MlaPlan {
         let program = RowProgram::new(&variant, problem.head_dim_ckv + problem.head_dim_kpe, problem.head_dim_ckv)?;
         let (mut tokens, mut entries) = (vec![], vec![]);
         Token::list(qo.lens(), kv_lens, &mut tokens);
-        let tile = (MAX_ROWS / problem.heads).max(1) as u32;
+        let rows = match exec {
+            Exec::Cpu(cpu) => kernel::rows(cpu, problem.heads, &[problem.q_dtype, problem.kv_dtype, problem.out_dtype]),
+        };
+        let tile = (rows / problem.heads) as u32;
         for (r, (&q_len, &kv_len)) in qo.lens().iter().zip(kv_lens).enumerate() {
             for at in (0..q_len).step_by(tile as usize) {
                 let rows = tile.min(q_len - at);
@@ -97,7 +102,16 @@ impl MlaPlan {
         schedule
             .fill(cut, &entries)
             .ok_or_else(|| Error::value(OP, "split", format!("{split:?}"), "at most 2^24 partial rows"))?;
-        Ok(Self { problem, workers: exec.workers(), kv_lens: kv_lens.to_vec(), tokens, schedule, variant, program })
+        Ok(Self {
+            problem,
+            workers: exec.workers(),
+            rows,
+            kv_lens: kv_lens.to_vec(),
+            tokens,
+            schedule,
+            variant,
+            program,
+        })
     }
 
     /// Which worker does what.
@@ -116,7 +130,7 @@ impl MlaPlan {
 
     fn tile_floats(&self) -> usize {
         let p = &self.problem;
-        kernel::tile_floats(p.head_dim_ckv + p.head_dim_kpe, p.head_dim_ckv, true, p.heads)
+        kernel::tile_floats(p.head_dim_ckv + p.head_dim_kpe, p.head_dim_ckv, true, self.rows)
     }
 
     /// Runs one layer.
@@ -166,7 +180,9 @@ impl MlaPlan {
             v: None,
             v_scale: kv.ckv_scale,
             dim_vo: p.head_dim_ckv,
+            out: p.out_dtype,
             group: p.heads,
+            rows: self.rows,
             kv_heads: 1,
             index: Index::Paged(table),
             program: &self.program,

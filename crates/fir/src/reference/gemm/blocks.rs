@@ -2,12 +2,12 @@
 
 use crate::error::Result;
 use crate::reference::Precision;
-use crate::tensor::{Block, BlockFormat, TensorRef};
+use crate::tensor::{BlockFields, BlockFormat, TensorRef};
 
 /// `d * q`, `d * q + m`, `d * sc * q` or `d * sc * q - dmin * min`, for every weight of every block.
 pub fn dequantize_blocks(p: Precision, format: BlockFormat, data: &[u8]) -> Vec<f64> {
     let mut out = Vec::with_capacity(data.len() / format.bytes() * format.elements());
-    let mut block = Block::ZERO;
+    let mut block = BlockFields::ZERO;
     for bytes in data.chunks_exact(format.bytes()) {
         block.read(format, bytes);
         let (d, m) = (block.d.to_f64(), block.m.to_f64());

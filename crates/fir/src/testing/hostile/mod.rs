@@ -9,6 +9,7 @@
 
 mod attention;
 mod cache;
+mod quantize;
 mod rows;
 mod tokens;
 
@@ -45,6 +46,9 @@ pub const TARGETS: &[(&str, Target)] = &[
     ("page::append_paged_kv", cache::append_kv),
     ("page::append_paged_mla", cache::append_mla),
     ("page::seq_lens", cache::lengths),
+    ("quantize::blocks", quantize::blocks),
+    ("quantize::fp8", quantize::fp8),
+    ("quantize::packbits", quantize::packbits),
     ("rope::apply_rope", cache::rope),
     ("rope::rope_quantize_append", cache::rope_append),
     ("sampling::renorm", tokens::renorm),

@@ -24,7 +24,7 @@ use crate::cpu::pool::RowsMut;
 use crate::cpu::rows::{Rows, for_parts, narrow, widen, with_float};
 use crate::cpu::vector::{Kernel, Lane, Vector};
 use crate::error::Result;
-use crate::tensor::{Block, BlockFormat, TensorMut, TensorRef};
+use crate::tensor::{BlockFields, BlockFormat, TensorMut, TensorRef};
 
 const OP: &str = "block_gemm";
 /// Rows that a panel's codes are unpacked anew for: below, unpacking is hidden by the reading of the weights.
@@ -216,7 +216,7 @@ impl<O: Lane> Kernel for Dequantize<'_, O> {
     #[inline(always)]
     fn run<V: Vector>(self, v: V) {
         let Self { format, row, out } = self;
-        let (mut block, mut values) = (Block::ZERO, [0f32; SUPER]);
+        let (mut block, mut values) = (BlockFields::ZERO, [0f32; SUPER]);
         for (bytes, out) in row.chunks_exact(format.bytes()).zip(out.chunks_exact_mut(format.elements())) {
             block.read(format, bytes);
             let (d, m) = (block.d.to_f32(), block.m.to_f32());

@@ -20,7 +20,7 @@
 
 use crate::cpu::exec::Cpu;
 use crate::error::{Error, Result};
-use crate::tensor::{Block, BlockFormat, DType, Tensor};
+use crate::tensor::{BlockFields, BlockFormat, DType, Tensor};
 
 /// Weight rows per panel.
 pub(super) const LANES: usize = 16;
@@ -148,7 +148,7 @@ fn panel_bytes(format: BlockFormat, k: usize) -> usize {
 /// Packs up to 16 rows.
 fn pack_panel(format: BlockFormat, rows: &[u8], row_bytes: usize, out: &mut [u8]) {
     let [_, scale_bytes, _] = parts(format);
-    let mut blocks = [Block::ZERO; LANES];
+    let mut blocks = [BlockFields::ZERO; LANES];
     // Blocks of 32 elements: `from` counts the groups of a cell, which are blocks; else there is one block per cell.
     let blocks_per_cell = SUPER / format.elements();
     let row_blocks = row_bytes / format.bytes();
@@ -180,7 +180,7 @@ fn pack_panel(format: BlockFormat, rows: &[u8], row_bytes: usize, out: &mut [u8]
 }
 
 /// `d`, then the minima's, of 16 blocks.
-fn pack_halves(format: BlockFormat, blocks: &[Block; LANES], out: &mut [u8]) {
+fn pack_halves(format: BlockFormat, blocks: &[BlockFields; LANES], out: &mut [u8]) {
     for (n, block) in blocks.iter().enumerate() {
         out[2 * n..][..2].copy_from_slice(&block.d.to_le_bytes());
         if format.has_min() {
@@ -190,7 +190,7 @@ fn pack_halves(format: BlockFormat, blocks: &[Block; LANES], out: &mut [u8]) {
 }
 
 /// Integer scales and minima of 16 blocks.
-fn pack_scales(format: BlockFormat, blocks: &[Block; LANES], out: &mut [u8]) {
+fn pack_scales(format: BlockFormat, blocks: &[BlockFields; LANES], out: &mut [u8]) {
     let nibbles = format.has_min() && format.sub() < GROUP;
     let each = if format.has_min() && !nibbles { 2 * LANES } else { LANES };
     for (j, out) in out.chunks_exact_mut(each).enumerate() {
@@ -205,7 +205,7 @@ fn pack_scales(format: BlockFormat, blocks: &[Block; LANES], out: &mut [u8]) {
 }
 
 /// Codes of 16 blocks, group by group.
-fn pack_codes(format: BlockFormat, blocks: &[Block; LANES], out: &mut [u8]) {
+fn pack_codes(format: BlockFormat, blocks: &[BlockFields; LANES], out: &mut [u8]) {
     let (low, high) = bits(format);
     let mask = |bits: usize| (((1u16 << bits) - 1) as u32) * 0x0101_0101;
     out.fill(0);

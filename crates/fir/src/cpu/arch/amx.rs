@@ -1,0 +1,459 @@
+//! AMX: products of tiles, 16 rows of 64 bytes each.
+//!
+//! A thread that computes with tiles does so inside [`Amx::run`], which configures them and releases them after; the
+//! [`Tiles`] it passes is the proof. A product keeps its sums in tiles over its whole depth, so a call is one `asm!`
+//! block and no tile lives between two of them.
+//!
+//! A left operand is rows along the depth, as it lies in memory. A right operand is packed: a tile of 1 KB holds, for
+//! each of 16 depth groups of 4 bytes (2 bf16, 4 i8), those of its 16 columns side by side. See [`Tiles::pack_rows`] and
+//! [`Tiles::pack_columns`].
+
+use std::arch::asm;
+use std::arch::x86_64::*;
+use std::marker::PhantomData;
+use std::sync::OnceLock;
+
+use super::x86::Avx512;
+use crate::cpu::vector::Vector;
+use crate::tensor::bf16;
+
+/// Bytes of a tile row.
+const ROW: usize = 64;
+/// bf16 values of a packed tile: 32 deep, 16 columns.
+pub(crate) const TILE: usize = 512;
+
+/// Proof that this process may use AMX tiles with bf16 and i8, and has AVX-512 BF16 and all that [`Avx512`] proves; only
+/// `detect` makes one.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Amx(Avx512);
+
+/// Proof that this thread's tiles are configured.
+#[derive(Clone, Copy)]
+pub(crate) struct Tiles {
+    amx: Amx,
+    /// Not of another thread.
+    here: PhantomData<*const ()>,
+}
+
+/// A computation with tiles.
+pub(crate) trait TileKernel {
+    /// What it returns.
+    type Out;
+    /// The algorithm. Implementations are `#[inline(always)]`.
+    fn run(self, v: Avx512, tiles: Tiles) -> Self::Out;
+}
+
+impl Amx {
+    pub(crate) fn detect() -> Option<Self> {
+        static ALLOWED: OnceLock<bool> = OnceLock::new();
+        let avx512 = Avx512::detect()?;
+        ALLOWED.get_or_init(has_tiles).then_some(Self(avx512))
+    }
+
+    pub(crate) fn vectors(self) -> Avx512 {
+        self.0
+    }
+
+    /// Runs `kernel`, compiled for this level, with tiles.
+    pub(crate) fn run<K: TileKernel>(self, kernel: K) -> K::Out {
+        #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
+        fn go<K: TileKernel>(kernel: K, amx: Amx) -> K::Out {
+            kernel.run(amx.0, Tiles { amx, here: PhantomData })
+        }
+        struct Release;
+        impl Drop for Release {
+            fn drop(&mut self) {
+                // SAFETY: tiles exist, as `run` configured them; nothing reads them after.
+                unsafe { asm!("tilerelease", options(nostack, nomem)) };
+            }
+        }
+        // Palette 1: 16 bit column bytes from byte 16 on, row counts from byte 48 on.
+        let mut config = [0u8; 64];
+        config[0] = 1;
+        for tile in 0..8 {
+            config[16 + 2 * tile] = ROW as u8;
+            config[48 + tile] = 16;
+        }
+        // SAFETY: `self` exists, so the CPU has tiles and the kernel lets this process use them; 64 bytes are read.
+        unsafe { asm!("ldtilecfg [{}]", in(reg) &config, options(nostack, readonly)) };
+        let _release = Release;
+        // SAFETY: `self` exists, so `detect` saw these features on this CPU.
+        unsafe { go(kernel, self) }
+    }
+}
+
+/// Whether the CPU has tiles, bf16 and i8 products and AVX-512 BF16, and the operating system lets this process use them.
+fn has_tiles() -> bool {
+    // Leaf 7, EDX: AMX-BF16 22, AMX-TILE 24, AMX-INT8 25. Leaf 0x1D (the geometry) is hidden by some virtual machines;
+    // there is only one palette.
+    const BITS: u32 = 1 << 22 | 1 << 24 | 1 << 25;
+    if __cpuid(0).eax < 7 || __cpuid_count(7, 0).edx & BITS != BITS || !is_x86_feature_detected!("avx512bf16") {
+        return false;
+    }
+    #[cfg(target_os = "linux")]
+    {
+        const ARCH_PRCTL: u64 = 158;
+        const ARCH_REQ_XCOMP_PERM: u64 = 0x1023;
+        const TILE_DATA: u64 = 18;
+        let mut ret = ARCH_PRCTL;
+        // SAFETY: a system call that reads and writes no memory of ours.
+        unsafe {
+            asm!(
+                "syscall",
+                inlateout("rax") ret,
+                in("rdi") ARCH_REQ_XCOMP_PERM,
+                in("rsi") TILE_DATA,
+                lateout("rcx") _,
+                lateout("r11") _,
+                options(nostack)
+            );
+        }
+        ret == 0
+    }
+    #[cfg(not(target_os = "linux"))]
+    false
+}
+
+/// `len` elements of `buffer`, from a cache line's first byte on; the buffer grows as needed. Rows across two lines take
+/// a tile's load twice as long.
+pub(crate) fn aligned<T: Copy + Default>(buffer: &mut Vec<T>, len: usize) -> &mut [T] {
+    let spare = ROW / size_of::<T>();
+    if buffer.len() < len + spare {
+        buffer.resize(len + spare, T::default());
+    }
+    let at = buffer.as_ptr().align_offset(ROW).min(spare);
+    &mut buffer[at..at + len]
+}
+
+/// Left operand of a product: tile `i` is 16 rows from row `16 * i` on, `stride` elements apart; the next step along
+/// the depth is the next 64 bytes of each row.
+#[derive(Clone, Copy)]
+pub(crate) struct Left<'a, T> {
+    pub data: &'a [T],
+    pub stride: usize,
+}
+
+/// Right operand: packed tiles, the next step along the depth right behind, columns `16 * j` on `stride` elements further.
+#[derive(Clone, Copy)]
+pub(crate) struct Right<'a, T> {
+    pub data: &'a [T],
+    pub stride: usize,
+}
+
+/// Sums of a product, `stride` elements from row to row.
+pub(crate) struct Sums<'a, T> {
+    pub data: &'a mut [T],
+    pub stride: usize,
+}
+
+/// `$name`: sums of `I` × `J` tiles over `steps` steps, with `$dp` for one step of one pair.
+macro_rules! products {
+    ($name:ident, $t:ty, $sum:ty, $dp:literal) => {
+        /// Adds to `c` (or puts there, unless `keep`) the product of `16 * I` rows and `16 * J` columns, `steps` tiles deep.
+        #[inline(always)]
+        pub(crate) fn $name<const I: usize, const J: usize>(
+            self,
+            a: Left<'_, $t>,
+            b: Right<'_, $t>,
+            steps: usize,
+            c: Sums<'_, $sum>,
+            keep: bool,
+        ) {
+            const { assert!(matches!((I, J), (1 | 2, 1 | 2))) };
+            let row = ROW / size_of::<$t>();
+            if steps == 0 && keep {
+                return;
+            }
+            // Everything the block below reads and writes lies inside the slices.
+            assert!(steps == 0 || (16 * I - 1) * a.stride + steps * row <= a.data.len());
+            assert!((J - 1) * b.stride + steps * 16 * row <= b.data.len());
+            assert!((16 * I - 1) * c.stride + 16 * J <= c.data.len());
+            let size = size_of::<$t>();
+            let (mut a0, mut b0) = (a.data.as_ptr(), b.data.as_ptr());
+            let mut a1 = a0.wrapping_add(16 * (I - 1) * a.stride);
+            let mut b1 = b0.wrapping_add((J - 1) * b.stride);
+            let c0 = c.data.as_mut_ptr();
+            let c1 = c0.wrapping_add(16 * (I - 1) * c.stride);
+            // The second row or column of tiles is the first again where there is one only: computed, and not stored.
+            macro_rules! block {
+                ($body:expr, $store:expr, $load:expr) => {
+                    asm!(
+                        "tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3",
+                        "test {keep:e}, {keep:e}",
+                        "jz 2f",
+                        $load,
+                        "2:",
+                        "test {n}, {n}",
+                        "jz 4f",
+                        "3:",
+                        $body,
+                        "dec {n}",
+                        "jnz 3b",
+                        "4:",
+                        $store,
+                        a0 = inout(reg) a0, a1 = inout(reg) a1, b0 = inout(reg) b0, b1 = inout(reg) b1,
+                        sa = in(reg) a.stride * size, row = in(reg) ROW,
+                        c0 = in(reg) c0, c1 = in(reg) c1, sc = in(reg) c.stride * 4,
+                        n = inout(reg) steps => _, keep = in(reg) u32::from(keep),
+                        out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                        out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                        options(nostack)
+                    )
+                };
+            }
+            // SAFETY: tiles of 16 rows of 64 bytes are configured on this thread (`self`), and the assertions above
+            // keep every row inside its slice.
+            unsafe {
+                match (I, J) {
+                    (2, 2) => block!(
+                        concat!(
+                            "tileloadd tmm4, [{a0} + {sa}*1]\n", "tileloadd tmm6, [{b0} + {row}*1]\n",
+                            "tileloadd tmm5, [{a1} + {sa}*1]\n", "tileloadd tmm7, [{b1} + {row}*1]\n",
+                            $dp, " tmm0, tmm4, tmm6\n", $dp, " tmm2, tmm5, tmm6\n",
+                            $dp, " tmm1, tmm4, tmm7\n", $dp, " tmm3, tmm5, tmm7\n",
+                            "add {a0}, 64\n", "add {a1}, 64\n", "add {b0}, 1024\n", "add {b1}, 1024\n",
+                        ),
+                        "tilestored [{c0} + {sc}*1], tmm0\ntilestored [{c0} + {sc}*1 + 64], tmm1\ntilestored [{c1} + {sc}*1], tmm2\ntilestored [{c1} + {sc}*1 + 64], tmm3",
+                        "tileloadd tmm0, [{c0} + {sc}*1]\ntileloadd tmm1, [{c0} + {sc}*1 + 64]\ntileloadd tmm2, [{c1} + {sc}*1]\ntileloadd tmm3, [{c1} + {sc}*1 + 64]"
+                    ),
+                    (2, 1) => block!(
+                        concat!(
+                            "tileloadd tmm4, [{a0} + {sa}*1]\n", "tileloadd tmm6, [{b0} + {row}*1]\n",
+                            "tileloadd tmm5, [{a1} + {sa}*1]\n",
+                            $dp, " tmm0, tmm4, tmm6\n", $dp, " tmm2, tmm5, tmm6\n",
+                            "add {a0}, 64\n", "add {a1}, 64\n", "add {b0}, 1024\n", "/* {b1} */",
+                        ),
+                        "tilestored [{c0} + {sc}*1], tmm0\ntilestored [{c1} + {sc}*1], tmm2",
+                        "tileloadd tmm0, [{c0} + {sc}*1]\ntileloadd tmm2, [{c1} + {sc}*1]"
+                    ),
+                    (1, 2) => block!(
+                        concat!(
+                            "tileloadd tmm4, [{a0} + {sa}*1]\n", "tileloadd tmm6, [{b0} + {row}*1]\n",
+                            "tileloadd tmm7, [{b1} + {row}*1]\n",
+                            $dp, " tmm0, tmm4, tmm6\n", $dp, " tmm1, tmm4, tmm7\n",
+                            "add {a0}, 64\n", "add {b0}, 1024\n", "add {b1}, 1024\n", "/* {a1} {c1} */",
+                        ),
+                        "tilestored [{c0} + {sc}*1], tmm0\ntilestored [{c0} + {sc}*1 + 64], tmm1",
+                        "tileloadd tmm0, [{c0} + {sc}*1]\ntileloadd tmm1, [{c0} + {sc}*1 + 64]"
+                    ),
+                    _ => block!(
+                        concat!(
+                            "tileloadd tmm4, [{a0} + {sa}*1]\n", "tileloadd tmm6, [{b0} + {row}*1]\n",
+                            $dp, " tmm0, tmm4, tmm6\n",
+                            "add {a0}, 64\n", "add {b0}, 1024\n", "/* {a1} {b1} {c1} */",
+                        ),
+                        "tilestored [{c0} + {sc}*1], tmm0",
+                        "tileloadd tmm0, [{c0} + {sc}*1]"
+                    ),
+                }
+            }
+            let _ = (a0, a1, b0, b1);
+        }
+    };
+}
+
+impl Tiles {
+    products!(product_bf16, bf16, f32, "tdpbf16ps");
+    products!(product_i8, i8, i32, "tdpbssd");
+
+    /// Packs 32 elements of each of 16 rows, from element `at` on, as the tile whose columns are those rows.
+    #[inline(always)]
+    pub(crate) fn pack_rows(self, rows: &[&[bf16]; 16], at: usize, tile: &mut [bf16]) {
+        let tile = tile.first_chunk_mut::<TILE>().expect("a tile");
+        let mut lines = [self.zero(); 16];
+        for (line, row) in lines.iter_mut().zip(rows) {
+            *line = self.line(&row[at..]);
+        }
+        // SAFETY: `self` proves AVX-512; 16 × 64 bytes are written to a tile of as many.
+        unsafe {
+            for (i, line) in transpose(lines).into_iter().enumerate() {
+                _mm512_storeu_si512(tile.as_mut_ptr().add(i * 32).cast(), line);
+            }
+        }
+    }
+
+    /// Packs 32 elements of each of 32 rows, from element `at` on, as two tiles, `apart` elements apart, whose depth those
+    /// rows are.
+    #[inline(always)]
+    pub(crate) fn pack_columns(self, rows: &[&[bf16]; 32], at: usize, tiles: &mut [bf16], apart: usize) {
+        assert!(tiles.len() >= apart + TILE);
+        let (low, high) = (pairs(0), pairs(16));
+        for (pair, rows) in rows.as_chunks::<2>().0.iter().enumerate() {
+            let (even, odd) = (self.line(&rows[0][at..]), self.line(&rows[1][at..]));
+            // SAFETY: `self` proves AVX-512; a tile has 16 × 64 bytes, and both lie inside `tiles`.
+            unsafe {
+                let to = tiles.as_mut_ptr().add(pair * 32);
+                _mm512_storeu_si512(to.cast(), _mm512_permutex2var_epi16(even, low, odd));
+                _mm512_storeu_si512(to.add(apart).cast(), _mm512_permutex2var_epi16(even, high, odd));
+            }
+        }
+    }
+
+    /// The first 32 elements of a row.
+    #[inline(always)]
+    fn line(self, row: &[bf16]) -> __m512i {
+        let row = row.first_chunk::<32>().expect("32 elements").as_ptr();
+        // SAFETY: `self` proves AVX-512; the array has 64 bytes.
+        unsafe { _mm512_loadu_si512(row.cast()) }
+    }
+
+    #[inline(always)]
+    fn zero(self) -> __m512i {
+        // SAFETY: `self` proves AVX-512.
+        unsafe { _mm512_setzero_si512() }
+    }
+
+    /// Copies a block of 16 × 16 floats, `stride` apart in `x`, turned by a quarter: row `j` of `out` is column `j`.
+    #[inline(always)]
+    pub(crate) fn turn(self, x: &[f32], stride: usize, out: &mut [[f32; 16]; 16]) {
+        assert!(x.len() >= 15 * stride + 16);
+        // SAFETY: `self` proves AVX-512; row `i` of the sixteen ends inside `x`, and `out` has sixteen of 64 bytes.
+        unsafe {
+            let mut rows = [_mm512_setzero_si512(); 16];
+            for (i, row) in rows.iter_mut().enumerate() {
+                *row = _mm512_loadu_si512(x.as_ptr().add(i * stride).cast());
+            }
+            for (out, t) in out.iter_mut().zip(transpose(rows)) {
+                _mm512_storeu_si512(out.as_mut_ptr().cast(), t);
+            }
+        }
+    }
+
+    /// Rounds 32 floats to bf16, ties to even.
+    #[inline(always)]
+    pub(crate) fn narrow(self, lo: __m512, hi: __m512, out: &mut [bf16]) {
+        let out = out.first_chunk_mut::<32>().expect("two vectors").as_mut_ptr();
+        // SAFETY: `self` proves AVX-512 BF16; 64 bytes are written to an array of 32 two-byte elements.
+        unsafe { out.cast::<__m512bh>().write_unaligned(_mm512_cvtne2ps_pbh(hi, lo)) };
+    }
+
+    /// `2^x` to 13 bits, for weights that are rounded to bf16: exactly 0 for -inf.
+    #[inline(always)]
+    pub(crate) fn exp2(self, x: __m512) -> __m512 {
+        let v = self.amx.0;
+        // The cubic of least relative error on [0, 1): 7.5e-5.
+        // SAFETY: `self` proves AVX-512.
+        unsafe {
+            let f = _mm512_reduce_ps::<{ _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC }>(x);
+            let p = v.fma(v.splat(0.078_024_51), f, v.splat(0.226_067_17));
+            let p = v.fma(p, f, v.splat(0.695_833_54));
+            let p = v.fma(p, f, v.splat(0.999_925_2));
+            _mm512_scalef_ps(p, x)
+        }
+    }
+}
+
+/// Indices that interleave 16 elements of two vectors, from element `from` on.
+#[inline(always)]
+fn pairs(from: u16) -> __m512i {
+    let at: [u16; 32] = std::array::from_fn(|i| from + (i / 2) as u16 + 32 * (i % 2) as u16);
+    // SAFETY: both are 64 bytes of plain integers.
+    unsafe { std::mem::transmute(at) }
+}
+
+/// Columns of a 16 × 16 matrix of 32-bit elements.
+///
+/// # Safety
+/// This CPU has AVX-512 F.
+#[inline(always)]
+unsafe fn transpose(r: [__m512i; 16]) -> [__m512i; 16] {
+    // SAFETY: as the caller says.
+    unsafe {
+        let mut a = r;
+        for i in 0..8 {
+            a[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+            a[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+        }
+        let mut b = a;
+        for i in 0..4 {
+            for j in 0..2 {
+                b[4 * i + 2 * j] = _mm512_unpacklo_epi64(a[4 * i + j], a[4 * i + 2 + j]);
+                b[4 * i + 2 * j + 1] = _mm512_unpackhi_epi64(a[4 * i + j], a[4 * i + 2 + j]);
+            }
+        }
+        // b[4i + c], lane l: column 4l + c of rows 4i..4i + 4.
+        let mut out = b;
+        for c in 0..4 {
+            let low = _mm512_shuffle_i32x4::<0b10_00_10_00>(b[c], b[4 + c]);
+            let high = _mm512_shuffle_i32x4::<0b11_01_11_01>(b[c], b[4 + c]);
+            let low2 = _mm512_shuffle_i32x4::<0b10_00_10_00>(b[8 + c], b[12 + c]);
+            let high2 = _mm512_shuffle_i32x4::<0b11_01_11_01>(b[8 + c], b[12 + c]);
+            out[c] = _mm512_shuffle_i32x4::<0b10_00_10_00>(low, low2);
+            out[8 + c] = _mm512_shuffle_i32x4::<0b11_01_11_01>(low, low2);
+            out[4 + c] = _mm512_shuffle_i32x4::<0b10_00_10_00>(high, high2);
+            out[12 + c] = _mm512_shuffle_i32x4::<0b11_01_11_01>(high, high2);
+        }
+        out
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Check;
+
+    impl TileKernel for Check {
+        type Out = ();
+        #[inline(always)]
+        fn run(self, v: Avx512, tiles: Tiles) {
+            products_match_loops::<1, 1>(tiles);
+            products_match_loops::<1, 2>(tiles);
+            products_match_loops::<2, 1>(tiles);
+            products_match_loops::<2, 2>(tiles);
+            for x in (-200..200).map(|i| i as f32 * 0.37).chain([f32::NEG_INFINITY, -1e30]) {
+                let mut got = [0f32; 16];
+                v.store(tiles.exp2(v.splat(x)), &mut got);
+                assert!((got[0] - x.exp2()).abs() <= 1e-4 * x.exp2(), "{x}: {} {}", got[0], x.exp2());
+            }
+        }
+    }
+
+    fn products_match_loops<const I: usize, const J: usize>(tiles: Tiles) {
+        let (rows, columns) = (16 * I, 16 * J);
+        for steps in [0, 1, 3] {
+            for keep in [false, true] {
+                let depth = 32 * steps;
+                let (sa, sc) = (depth + 8, columns + 4);
+                let a: Vec<bf16> = (0..rows * sa).map(|i| bf16::from_f32((i % 13) as f32 - 6.0)).collect();
+                let x: Vec<bf16> = (0..columns * sa + 32).map(|i| bf16::from_f32((i % 11) as f32 - 5.0)).collect();
+                let mut packed = vec![bf16::ZERO; J * steps * TILE];
+                for (t, tile) in packed.chunks_exact_mut(TILE).enumerate() {
+                    let rows = std::array::from_fn(|r| &x[(16 * (t / steps) + r) * sa..]);
+                    tiles.pack_rows(&rows, 32 * (t % steps), tile);
+                }
+                let mut c: Vec<f32> = (0..rows * sc).map(|i| i as f32).collect();
+                let old = c.clone();
+                let right = Right { data: &packed, stride: steps * TILE };
+                let sums = Sums { data: &mut c, stride: sc };
+                tiles.product_bf16::<I, J>(Left { data: &a, stride: sa }, right, steps, sums, keep);
+                for (i, j) in (0..rows).flat_map(|i| (0..sc).map(move |j| (i, j))) {
+                    let dot: f32 =
+                        (0..depth).map(|l| a[i * sa + l].to_f32() * x[j.min(columns - 1) * sa + l].to_f32()).sum();
+                    let old = old[i * sc + j];
+                    let want = if j >= columns { old } else { dot + if keep { old } else { 0.0 } };
+                    assert_eq!(c[i * sc + j], want, "{I}x{J} {steps} {i} {j}");
+                }
+                let a8: Vec<i8> = (0..rows * 64 * steps).map(|i| (i % 251) as i8).collect();
+                let b8: Vec<i8> = (0..J * steps * 1024).map(|i| (i % 241) as i8).collect();
+                let mut c: Vec<i32> = (0..(rows * sc) as i32).collect();
+                let (left, right) = (Left { data: &a8, stride: 64 * steps }, Right { data: &b8, stride: steps * 1024 });
+                tiles.product_i8::<I, J>(left, right, steps, Sums { data: &mut c, stride: sc }, keep);
+                for (i, j) in (0..rows).flat_map(|i| (0..columns).map(move |j| (i, j))) {
+                    let at = |l: usize| (j / 16 * steps + l / 64) * 1024 + l % 64 / 4 * 64 + j % 16 * 4 + l % 4;
+                    let dot = (0..64 * steps).map(|l| i32::from(a8[i * 64 * steps + l]) * i32::from(b8[at(l)]));
+                    let want = dot.sum::<i32>() + if keep { (i * sc + j) as i32 } else { 0 };
+                    assert_eq!(c[i * sc + j], want, "{I}x{J} {steps} {i} {j}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn products_and_packing_match_plain_loops() {
+        match Amx::detect() {
+            Some(amx) => amx.run(Check),
+            None => eprintln!("skipped: this CPU or system has no AMX"),
+        }
+    }
+}

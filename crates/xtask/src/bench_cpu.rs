@@ -1,0 +1,403 @@
+//! `cargo xtask bench-cpu`: our operators, PyTorch's on the CPU, and what the machine can do, in one run.
+//!
+//! Each side is a process that answers questions (`crates/fir/benches/compared.rs` and `.py`). Samples alternate, ours,
+//! ceilings, theirs, ceilings, so that what else happens on the machine happens to all of them; ratios are of the best
+//! sample to the best.
+
+use std::fmt::Write as _;
+use std::fs;
+use std::io::{BufRead, BufReader, Write};
+use std::path::Path;
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::Value;
+
+use crate::bench;
+use crate::step::{cargo, program};
+
+/// What a case is held against, and the share of it that we want.
+#[derive(Clone, Copy)]
+enum Target {
+    Read(f64),
+    Copy(f64),
+    Fma(f64),
+    AmxBf16(f64),
+    /// Times as fast as torch; the share shown is of reading.
+    Torch(f64),
+    /// As many, of multiply-adds.
+    TorchAndFma(f64),
+}
+
+impl Target {
+    /// Name of its ceiling, as the answers have it, and whether it bounds bytes or operations.
+    fn ceiling(self) -> (&'static str, &'static str) {
+        match self {
+            Self::Read(_) | Self::Torch(_) => ("read", "bytes"),
+            Self::Copy(_) => ("copy", "bytes"),
+            Self::Fma(_) | Self::TorchAndFma(_) => ("fma", "flops"),
+            Self::AmxBf16(_) => ("amx_bf16", "flops"),
+        }
+    }
+
+    /// In words, and whether these ratios reach it; `None` when it cannot be told.
+    fn verdict(self, share: Option<f64>, times: Option<f64>) -> (String, Option<bool>) {
+        match self {
+            Self::Read(want) | Self::Copy(want) | Self::Fma(want) | Self::AmxBf16(want) => (
+                format!("{:.0} % of {}", 100.0 * want, self.ceiling().0.replace('_', " ")),
+                share.map(|share| share >= want),
+            ),
+            Self::Torch(want) | Self::TorchAndFma(want) => {
+                (format!("{want} × torch"), times.map(|times| times >= want))
+            }
+        }
+    }
+}
+
+/// The cases in the order of the table, with whether `--quick` has them.
+fn cases() -> Vec<(String, Target, bool)> {
+    let mut all = Vec::new();
+    for (dtype, target) in [("bf16", Target::AmxBf16(0.45)), ("f32", Target::TorchAndFma(1.0))] {
+        for tokens in [512, 2048, 8192] {
+            all.push((format!("prefill/{dtype}/h32x8-d128-t{tokens}"), target, tokens < 2048));
+        }
+    }
+    for batch in [1, 8, 32] {
+        for kv in [512, 4096, 16384] {
+            let id = format!("decode/bf16/h32x8-d128-b{batch}-kv{kv}");
+            all.push((id, Target::Read(0.85), (batch, kv) == (8, 4096)));
+        }
+    }
+    for dtype in ["f16", "f32"] {
+        all.push((format!("decode/{dtype}/h32x8-d128-b8-kv4096"), Target::Read(0.85), false));
+    }
+    for batch in [1, 16] {
+        all.push((format!("mla/bf16/h16-c512-r64-b{batch}-kv4096"), Target::Read(0.85), batch == 1));
+    }
+    for dtype in ["bf16", "f16", "f32"] {
+        for m in [1, 8, 512, 2048] {
+            let target = match (m, dtype) {
+                (1 | 8, _) => Target::Read(0.85),
+                (_, "bf16") => Target::AmxBf16(0.6),
+                _ => Target::TorchAndFma(1.0),
+            };
+            all.push((format!("gemm/{dtype}/n4096-k4096-m{m}"), target, m == 1 || (m == 512 && dtype != "f16")));
+        }
+    }
+    for dtype in ["bf16", "f32"] {
+        all.push((format!("rms_norm/{dtype}/h4096-t16384"), Target::Copy(0.8), dtype == "bf16"));
+    }
+    all.push(("softmax/f32/v128256-b8".into(), Target::Torch(1.0), true));
+    all.push(("top_p/f32/v128256-b8".into(), Target::Torch(10.0), true));
+    all
+}
+
+/// What one case gave: seconds of the fastest call on each side, and the shares.
+struct Row {
+    id: String,
+    ours: f64,
+    theirs: Option<f64>,
+    /// Amount per second, in GB or GFLOP, with its unit.
+    rate: String,
+    ceiling: f64,
+    share: Option<f64>,
+    target: Target,
+}
+
+pub(crate) fn run(filter: Option<&str>, quick: bool, update: bool) -> Result<()> {
+    let wanted: Vec<_> = cases()
+        .into_iter()
+        .filter(|(id, _, small)| filter.is_none_or(|f| id.contains(f)) && (!quick || *small))
+        .collect();
+    ensure!(!wanted.is_empty(), "no case has {} in its name", filter.unwrap_or_default());
+    let threads = std::thread::available_parallelism()?.to_string();
+    let mut ours = Side::ours(&threads, quick)?;
+    let mut theirs = match torch().and_then(|python| Side::torch(&python, &threads)) {
+        Ok(side) => Some(side),
+        Err(e) => {
+            println!("torch is left out: {e:#}");
+            None
+        }
+    };
+    let begin = Instant::now();
+    let mut rows = Vec::new();
+    for (id, target, _) in wanted {
+        let row = measured(&id, target, &mut ours, theirs.as_mut(), quick).with_context(|| id.clone())?;
+        println!("{}", row.text());
+        rows.push(row);
+    }
+    println!("{} cases in {:.0} s", rows.len(), begin.elapsed().as_secs_f64());
+    if update {
+        ensure!(filter.is_none() && !quick, "--update writes a whole run: without a filter and without --quick");
+        let how = format!(
+            "{}, {}, `cargo xtask bench-cpu --update`, {}, {threads} threads on either side{}.",
+            bench::date()?,
+            bench::commit()?,
+            bench::machine()?,
+            theirs.map_or(String::new(), |side| format!(", torch {}", side.version)),
+        );
+        bench::write_section("against torch", &format!("{how}\n\n{INTRODUCTION}\n{}", table(&rows)))?;
+    }
+    Ok(())
+}
+
+const INTRODUCTION: &str = "\
+Times are of the fastest call. `rate` is over the bytes or operations that the case must do at the least, `share` its \
+ratio to the\nceiling named in the target, measured between the samples of the same case. Caches are paged for fir (16 \
+tokens, 64 for\nmla) and contiguous for torch, whose attention is `scaled_dot_product_attention`; its top-p is sort, sum \
+and draw.\n";
+
+fn table(rows: &[Row]) -> String {
+    let mut out = String::from(
+        "| case | fir, µs | torch, µs | fir is | rate | ceiling | share | target | met |\n\
+         |---|--:|--:|--:|--:|--:|--:|---|---|\n",
+    );
+    for row in rows {
+        let _ = writeln!(out, "| {} |", row.cells().join(" | "));
+    }
+    out
+}
+
+impl Row {
+    fn cells(&self) -> [String; 9] {
+        let times = self.theirs.map(|theirs| theirs / self.ours);
+        let (target, met) = self.target.verdict(self.share, times);
+        let or_none = |x: Option<String>| x.unwrap_or_else(|| "-".into());
+        [
+            format!("`{}`", self.id),
+            micros(self.ours),
+            or_none(self.theirs.map(micros)),
+            or_none(times.map(|t| format!("{t:.2} ×"))),
+            self.rate.clone(),
+            if self.ceiling > 0.0 { format!("{:.1}", self.ceiling / 1e9) } else { "-".into() },
+            or_none(self.share.map(|s| format!("{:.0} %", 100.0 * s))),
+            target,
+            or_none(met.map(|met| if met { "yes" } else { "no" }.into())),
+        ]
+    }
+
+    fn text(&self) -> String {
+        let [id, ours, theirs, times, rate, ceiling, share, target, met] = self.cells();
+        format!(
+            "{id:<40} {ours:>10} µs, torch {theirs:>10} µs: {times:>9}  {rate:>15} of {ceiling:>7}: {share:>5} \
+             (target {target}: {met})"
+        )
+    }
+}
+
+/// Seconds in microseconds, with four digits.
+fn micros(seconds: f64) -> String {
+    let us = seconds * 1e6;
+    format!("{us:.*}", (3 - us.max(1.0).log10() as i32).max(0) as usize)
+}
+
+fn measured(id: &str, target: Target, ours: &mut Side, theirs: Option<&mut Side>, quick: bool) -> Result<Row> {
+    let case = ours.ask(&format!("case {id}"))?;
+    let mut theirs = match theirs {
+        Some(side) => {
+            let answer = side.ask_or_error(&format!("case {id}"))?;
+            if answer.get("error").is_none() {
+                agree(&case["result"], &answer["result"])?;
+                Some(side)
+            } else {
+                None
+            }
+        }
+        None => None,
+    };
+    let (name, unit) = target.ceiling();
+    let (mut own, mut other, mut ceiling) = (f64::INFINITY, f64::INFINITY, 0f64);
+    let sample = if quick { "sample 20" } else { "sample 60" };
+    let mut rounds = if quick { 2 } else { 5 };
+    while rounds > 0 {
+        rounds -= 1;
+        own = own.min(number(&ours.ask(sample)?, "seconds")?);
+        ceiling = ceiling.max(number(&ours.ask("ceilings")?, name)?);
+        if let Some(side) = &mut theirs {
+            other = other.min(number(&side.ask(sample)?, "seconds")?);
+            ceiling = ceiling.max(number(&ours.ask("ceilings")?, name)?);
+        }
+        // A call of a second is long enough to be taken once or twice.
+        if own.max(if other.is_finite() { other } else { 0.0 }) > 0.5 {
+            rounds = rounds.min(1);
+        }
+    }
+    let rate = number(&case, unit)? / own;
+    Ok(Row {
+        id: id.to_owned(),
+        ours: own,
+        theirs: theirs.map(|_| other),
+        rate: format!("{:.1} {}", rate / 1e9, if unit == "bytes" { "GB/s" } else { "GFLOP/s" }),
+        ceiling,
+        share: (ceiling > 0.0).then(|| rate / ceiling),
+        target,
+    })
+}
+
+fn number(answer: &Value, name: &str) -> Result<f64> {
+    answer[name].as_f64().with_context(|| format!("no number {name} in {answer}"))
+}
+
+/// Whether both results are the same up to the rounding of bf16: a wrong one has no speed.
+fn agree(ours: &Value, theirs: &Value) -> Result<()> {
+    let numbers = |x: &Value| x.as_array().map(|x| x.iter().filter_map(Value::as_f64).collect::<Vec<_>>());
+    let (a, b) = (numbers(ours).unwrap_or_default(), numbers(theirs).unwrap_or_default());
+    let largest = a.iter().chain(&b).fold(0f64, |m, x| m.max(x.abs()));
+    let close = a.len() == b.len() && a.iter().zip(&b).all(|(a, b)| (a - b).abs() <= 0.02 * largest);
+    ensure!(close, "the two sides differ:\n  fir   {a:?}\n  torch {b:?}");
+    Ok(())
+}
+
+/// A process that answers a line with a line of JSON.
+struct Side {
+    child: Child,
+    questions: Option<ChildStdin>,
+    answers: BufReader<ChildStdout>,
+    version: String,
+}
+
+impl Side {
+    fn ours(threads: &str, quick: bool) -> Result<Self> {
+        let build = "build --release -p fir-infer --all-features --bench compared --message-format json";
+        let messages = cargo(build).quiet()?;
+        let binary = messages
+            .lines()
+            .filter_map(|line| serde_json::from_str::<Value>(line).ok())
+            .filter(|m| m["target"]["name"] == "compared")
+            .find_map(|m| m["executable"].as_str().map(String::from))
+            .context("cargo named no binary of the bench")?;
+        let mut command = Command::new(binary);
+        command.arg("--serve").args(quick.then_some("--quick")).env("FIR_CPU_THREADS", threads);
+        Self::start(command, String::new())
+    }
+
+    fn torch(python: &str, threads: &str) -> Result<Self> {
+        let mut command = Command::new(python);
+        command.args(["crates/fir/benches/compared.py", threads]).envs(TORCH_ENV).env("OMP_NUM_THREADS", threads);
+        Self::start(command, TORCH.trim_start_matches("torch==").to_owned())
+    }
+
+    fn start(mut command: Command, version: String) -> Result<Self> {
+        let start = format!("cannot start {command:?}");
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().context(start)?;
+        let questions = child.stdin.take();
+        let answers = BufReader::new(child.stdout.take().context("a piped stdout")?);
+        Ok(Self { child, questions, answers, version })
+    }
+
+    /// The answer, also when it says `error`.
+    fn ask_or_error(&mut self, question: &str) -> Result<Value> {
+        let mut line = String::new();
+        let sent = self.questions.as_mut().map(|q| writeln!(q, "{question}").and_then(|()| q.flush()));
+        if !matches!(sent, Some(Ok(()))) || self.answers.read_line(&mut line)? == 0 {
+            bail!("no answer to `{question}`: {}", self.child.wait()?);
+        }
+        serde_json::from_str(&line).with_context(|| line)
+    }
+
+    fn ask(&mut self, question: &str) -> Result<Value> {
+        let answer = self.ask_or_error(question)?;
+        ensure!(answer.get("error").is_none(), "`{question}`: {}", answer["error"]);
+        Ok(answer)
+    }
+}
+
+impl Drop for Side {
+    fn drop(&mut self) {
+        drop(self.questions.take());
+        let _ = self.child.wait();
+    }
+}
+
+const TORCH: &str = "torch==2.11.0";
+
+/// The CUDA packages without which torch's libraries cannot be loaded even for a CPU: they run code when they are.
+const CUDA: &str = "nvidia-cuda-runtime==13.0.96 nvidia-cuda-cupti==13.0.85";
+
+/// What torch needs besides.
+const NEEDS: &str = "filelock typing_extensions sympy networkx jinja2 fsspec numpy";
+
+/// oneDNN takes the sizes of tiles from a CPUID leaf that virtual machines hide, and then dies of an illegal
+/// instruction; below that level it does not ask.
+const TORCH_ENV: [(&str, &str); 1] = [("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")];
+
+/// A Python that has torch; made under target/ at the first call, 1.4 GB instead of 5 with all of CUDA.
+///
+/// PyPI has torch with CUDA only. Most of the CUDA libraries it links are not needed for a CPU, only asked for when
+/// torch is loaded, so empty ones of their names do: `compared.py` binds their functions when they are called, never.
+fn torch() -> Result<String> {
+    let (dir, ready) = ("target/torch", "target/torch/ready");
+    let python = format!("{dir}/bin/python");
+    if !Path::new(ready).exists() {
+        program("python3", &format!("-m venv {dir}")).run()?;
+        let pip = format!("{dir}/bin/pip");
+        program(&pip, &format!("install -q --disable-pip-version-check --no-deps {TORCH} {CUDA}")).run()?;
+        // Of what torch lists, pip says that most is missing: so it is.
+        program(&pip, &format!("install -q --disable-pip-version-check {NEEDS}")).quiet()?;
+        stand_ins(&python)?;
+        fs::write(ready, TORCH)?;
+    }
+    Ok(python)
+}
+
+/// Puts an empty library in place of each that torch's cannot find.
+fn stand_ins(python: &str) -> Result<()> {
+    let output =
+        Command::new(python).args(["-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]).output()?;
+    let folder = format!("{}/torch/lib", String::from_utf8_lossy(&output.stdout).trim());
+    let empty = format!("{folder}/empty.c");
+    fs::write(&empty, "")?;
+    for library in ["libtorch_global_deps.so", "libtorch_python.so"] {
+        let needed = program("ldd", &format!("{folder}/{library}")).quiet()?;
+        for name in needed.lines().filter_map(|l| l.trim().split_once(" => not found")).map(|(name, _)| name) {
+            program("cc", &format!("-shared -Wl,-soname,{name} -o {folder}/{name} {empty}")).quiet()?;
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn targets_are_held_against_the_ratio_they_name() {
+        assert_eq!(Target::Read(0.85).verdict(Some(0.9), None), ("85 % of read".into(), Some(true)));
+        assert_eq!(Target::AmxBf16(0.6).verdict(Some(0.5), Some(9.0)), ("60 % of amx bf16".into(), Some(false)));
+        assert_eq!(Target::Torch(10.0).verdict(Some(0.1), Some(12.0)), ("10 × torch".into(), Some(true)));
+        assert_eq!(Target::TorchAndFma(1.0).verdict(Some(0.9), None).1, None);
+    }
+
+    #[test]
+    fn case_names_are_unique_and_some_are_quick() {
+        let all = cases();
+        let names: std::collections::BTreeSet<_> = all.iter().map(|(id, ..)| id).collect();
+        assert_eq!(names.len(), all.len());
+        assert!((5..20).contains(&all.iter().filter(|(.., quick)| *quick).count()));
+    }
+
+    #[test]
+    fn results_agree_up_to_the_rounding_of_bf16() {
+        let json = |text: &str| serde_json::from_str::<Value>(text).unwrap();
+        assert!(agree(&json("[1.0, -0.5]"), &json("[1.004, -0.498]")).is_ok());
+        assert!(agree(&json("[1.0, -0.5]"), &json("[1.0, 0.5]")).is_err());
+        assert!(agree(&json("[1.0]"), &json("[1.0, 0.5]")).is_err());
+        assert!(agree(&json("[]"), &json("[]")).is_ok());
+    }
+
+    #[test]
+    fn rows_show_what_was_measured() {
+        let row = Row {
+            id: "gemm/f32/m1".into(),
+            ours: 1e-3,
+            theirs: Some(2e-3),
+            rate: "20.0 GB/s".into(),
+            ceiling: 40e9,
+            share: Some(0.5),
+            target: Target::Read(0.85),
+        };
+        let shown = "| `gemm/f32/m1` | 1000 | 2000 | 2.00 × | 20.0 GB/s | 40.0 | 50 % | 85 % of read | no |\n";
+        assert!(table(&[row]).ends_with(shown));
+    }
+}
