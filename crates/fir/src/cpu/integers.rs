@@ -20,6 +20,8 @@ pub(crate) trait IntKernel {
 pub(crate) trait Integers: Copy + Send + Sync + 'static {
     /// Rows of one pass over a panel: as many as there are registers for their sums.
     const ROWS: usize;
+    /// Whether a CPU with these instructions may have AMX.
+    const TILES: bool = false;
     /// Four bytes in each of sixteen lanes.
     type B: Copy;
     /// Sixteen i32.
@@ -33,6 +35,10 @@ pub(crate) trait Integers: Copy + Send + Sync + 'static {
     /// `(x >> right << left) & mask` of every byte.
     fn field(self, x: Self::B, right: u32, left: u32, mask: u8) -> Self::B;
     fn or(self, a: Self::B, b: Self::B) -> Self::B;
+    /// `x - by` of every byte, wrapping.
+    fn sub_bytes(self, x: Self::B, by: u8) -> Self::B;
+    /// `h` and `l`, signed bytes with `256 * h + l = scale * x`, for signed bytes `x`; products must be below 2^15 - 128.
+    fn scaled(self, x: Self::B, scale: Self::I) -> (Self::B, Self::B);
     /// Entry `x` of `table`, for bytes below 16.
     fn lookup(self, table: &[u8; 16], x: Self::B) -> Self::B;
     /// Adds to each lane of `sums[r]` the product of its four bytes, unsigned, and the four signed bytes, none of them
@@ -40,6 +46,7 @@ pub(crate) trait Integers: Copy + Send + Sync + 'static {
     fn dots<const R: usize>(self, wide: bool, sums: &mut [Self::I; R], q: Self::B, a: &[i32]);
 
     fn splat(self, x: i32) -> Self::I;
+    fn load_i32(self, x: &[i32]) -> Self::I;
     /// 16 signed bytes.
     fn signed(self, x: &[u8]) -> Self::I;
     /// Bits of 16 bytes: `(x >> right) & mask`.

@@ -32,6 +32,15 @@ impl Integers for Portable {
         std::array::from_fn(|i| a[i] | b[i])
     }
     #[inline(always)]
+    fn sub_bytes(self, x: [u8; 64], by: u8) -> [u8; 64] {
+        x.map(|x| x.wrapping_sub(by))
+    }
+    #[inline(always)]
+    fn scaled(self, x: [u8; 64], scale: [i32; 16]) -> ([u8; 64], [u8; 64]) {
+        let w: [i32; 64] = std::array::from_fn(|i| i32::from(x[i] as i8) * scale[i / 4]);
+        (w.map(|w| ((w + 128) >> 8) as u8), w.map(|w| w as u8))
+    }
+    #[inline(always)]
     fn lookup(self, table: &[u8; 16], x: [u8; 64]) -> [u8; 64] {
         x.map(|x| table[usize::from(x & 15)])
     }
@@ -48,6 +57,10 @@ impl Integers for Portable {
     #[inline(always)]
     fn splat(self, x: i32) -> [i32; 16] {
         [x; 16]
+    }
+    #[inline(always)]
+    fn load_i32(self, x: &[i32]) -> [i32; 16] {
+        *array(x)
     }
     #[inline(always)]
     fn signed(self, x: &[u8]) -> [i32; 16] {
@@ -189,6 +202,18 @@ mod x86 {
             with!(self, [_mm256_or_si256(a[0], b[0]), _mm256_or_si256(a[1], b[1])])
         }
         #[inline(always)]
+        fn sub_bytes(self, x: Pair<__m256i>, by: u8) -> Pair<__m256i> {
+            with!(self, {
+                let by = _mm256_set1_epi8(by as i8);
+                [_mm256_sub_epi8(x[0], by), _mm256_sub_epi8(x[1], by)]
+            })
+        }
+        #[inline(always)]
+        fn scaled(self, x: Pair<__m256i>, scale: Pair<__m256i>) -> (Pair<__m256i>, Pair<__m256i>) {
+            let (low, high) = (half_scaled(self, x[0], scale[0]), half_scaled(self, x[1], scale[1]));
+            ([low.0, high.0], [low.1, high.1])
+        }
+        #[inline(always)]
         fn lookup(self, table: &[u8; 16], x: Pair<__m256i>) -> Pair<__m256i> {
             with!(self, {
                 let table = _mm256_broadcastsi128_si256(_mm_loadu_si128(table.as_ptr().cast()));
@@ -205,6 +230,10 @@ mod x86 {
         #[inline(always)]
         fn splat(self, x: i32) -> Pair<__m256i> {
             with!(self, [_mm256_set1_epi32(x); 2])
+        }
+        #[inline(always)]
+        fn load_i32(self, x: &[i32]) -> Pair<__m256i> {
+            self.bytes(bytemuck::cast_slice(x))
         }
         #[inline(always)]
         fn signed(self, x: &[u8]) -> Pair<__m256i> {
@@ -296,6 +325,21 @@ mod x86 {
         })
     }
 
+    /// Bytes of even and of odd place are multiplied in 16 bits each, and their parts put together again.
+    #[inline(always)]
+    fn half_scaled(v: Avx2, x: __m256i, scale: __m256i) -> (__m256i, __m256i) {
+        with!(v, {
+            let low = _mm256_set1_epi16(0xff);
+            let scale = _mm256_or_si256(_mm256_srli_epi32::<16>(_mm256_slli_epi32::<16>(scale)), _mm256_slli_epi32::<16>(scale));
+            let even = _mm256_mullo_epi16(_mm256_srai_epi16::<8>(_mm256_slli_epi16::<8>(x)), scale);
+            let odd = _mm256_mullo_epi16(_mm256_srai_epi16::<8>(x), scale);
+            let half = _mm256_set1_epi16(128);
+            let (up, down) = (_mm256_srli_epi16::<8>(_mm256_add_epi16(even, half)), _mm256_add_epi16(odd, half));
+            let low_bytes = _mm256_or_si256(_mm256_and_si256(even, low), _mm256_slli_epi16::<8>(odd));
+            (_mm256_or_si256(up, _mm256_andnot_si256(low, down)), low_bytes)
+        })
+    }
+
     /// Eight independent products. Written out, as compilers would rather finish one row before they begin the next, and
     /// then wait for every instruction's result: that is three times slower.
     #[inline]
@@ -324,6 +368,7 @@ mod x86 {
 
     impl Integers for Vnni {
         const ROWS: usize = 8;
+        const TILES: bool = true;
         type B = __m512i;
         type I = __m512i;
         type F = __m512;
@@ -350,6 +395,24 @@ mod x86 {
             with!(self, _mm512_or_si512(a, b))
         }
         #[inline(always)]
+        fn sub_bytes(self, x: __m512i, by: u8) -> __m512i {
+            with!(self, _mm512_sub_epi8(x, _mm512_set1_epi8(by as i8)))
+        }
+        #[inline(always)]
+        fn scaled(self, x: __m512i, scale: __m512i) -> (__m512i, __m512i) {
+            with!(self, {
+                let low = _mm512_set1_epi16(0xff);
+                let low_word = _mm512_srli_epi32::<16>(_mm512_slli_epi32::<16>(scale));
+                let scale = _mm512_or_si512(low_word, _mm512_slli_epi32::<16>(scale));
+                let even = _mm512_mullo_epi16(_mm512_srai_epi16::<8>(_mm512_slli_epi16::<8>(x)), scale);
+                let odd = _mm512_mullo_epi16(_mm512_srai_epi16::<8>(x), scale);
+                let half = _mm512_set1_epi16(128);
+                let (up, down) = (_mm512_srli_epi16::<8>(_mm512_add_epi16(even, half)), _mm512_add_epi16(odd, half));
+                let low_bytes = _mm512_or_si512(_mm512_and_si512(even, low), _mm512_slli_epi16::<8>(odd));
+                (_mm512_or_si512(up, _mm512_andnot_si512(low, down)), low_bytes)
+            })
+        }
+        #[inline(always)]
         fn lookup(self, table: &[u8; 16], x: __m512i) -> __m512i {
             with!(self, {
                 let table = _mm512_broadcast_i32x4(_mm_loadu_si128(table.as_ptr().cast()));
@@ -370,6 +433,10 @@ mod x86 {
         #[inline(always)]
         fn splat(self, x: i32) -> __m512i {
             with!(self, _mm512_set1_epi32(x))
+        }
+        #[inline(always)]
+        fn load_i32(self, x: &[i32]) -> __m512i {
+            self.bytes(bytemuck::cast_slice(x))
         }
         #[inline(always)]
         fn signed(self, x: &[u8]) -> __m512i {

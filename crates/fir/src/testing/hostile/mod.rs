@@ -37,6 +37,8 @@ pub const TARGETS: &[(&str, Target)] = &[
     ("attention::merge", attention::merge),
     ("attention::single", attention::single),
     ("gemm", rows::gemm),
+    ("gemm::block_gemm", rows::block_gemm),
+    ("gemm::dequantize_blocks", rows::dequantize_blocks),
     ("norm::fused_add_rms_norm", rows::fused_add_rms_norm),
     ("norm::fused_add_rms_norm_quant", rows::fused_add_rms_norm_quant),
     ("norm::layer_norm", rows::layer_norm),

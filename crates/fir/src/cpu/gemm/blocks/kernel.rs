@@ -3,21 +3,35 @@
 use std::marker::PhantomData;
 
 use super::pack::{Cell, LANES, Packed, SUPER};
-use super::{Activations, FEW, PANELS};
+use super::{Activations, FEW, MANY, PANELS};
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::arch::Amx;
 use crate::cpu::exec::Cpu;
 use crate::cpu::integers::{IntKernel, Integers};
 use crate::tensor::{BlockFormat, IQ4_VALUES};
 
-/// Rows in memory for `rows` of them: what the kernel takes at a time, at any level.
+/// Rows in memory for `rows` of them: what the kernels take at a time, at any level.
 pub(super) fn padded(rows: usize) -> usize {
-    if rows <= FEW { rows.next_power_of_two() } else { rows.next_multiple_of(FEW) }
+    match rows {
+        0..=FEW => rows.next_power_of_two(),
+        _ => rows.next_multiple_of(MANY),
+    }
 }
 
 /// Adds to `sums`, `[panels, rows, 16]`, the product of the panels from `first` on and all rows of `acts`.
 pub(super) fn run(cpu: &Cpu, acts: &[Activations], w: &Packed, first: usize, rows: usize, sums: &mut [f32]) {
     macro_rules! go {
         ($codes:ty, $scales:ty) => {
-            cpu.run_ints(Product { acts, w, first, rows, sums, of: PhantomData::<($codes, $scales)> })
+            cpu.run_ints(Product {
+                acts,
+                w,
+                first,
+                rows,
+                sums,
+                #[cfg(target_arch = "x86_64")]
+                amx: cpu.amx(),
+                of: PhantomData::<($codes, $scales)>,
+            })
         };
     }
     match w.format() {
@@ -36,7 +50,7 @@ pub(super) fn run(cpu: &Cpu, acts: &[Activations], w: &Packed, first: usize, row
 }
 
 /// How a group's codes are stored.
-trait Codes: 'static {
+pub(super) trait Codes: 'static {
     /// Bytes per group.
     const BYTES: usize;
     /// Whether codes reach past 127.
@@ -103,12 +117,33 @@ impl<const WIDE: bool> Codes for Plain<WIDE> {
 }
 
 /// How codes are scaled.
-trait Scales: 'static {
+pub(super) trait Scales: 'static {
     /// Sub-blocks with a scale of their own per group of 32.
     const SUBS: usize;
     const MIN: bool;
     /// Whether the scales of sub-blocks are integers; else f16.
     const INTEGERS: bool;
+
+    /// Bytes per group.
+    #[inline(always)]
+    fn bytes() -> usize {
+        match (Self::INTEGERS, Self::SUBS, Self::MIN) {
+            (false, _, false) | (true, 2, _) | (true, _, true) => 2 * LANES,
+            (false, _, true) => 4 * LANES,
+            (true, _, false) => LANES,
+        }
+    }
+
+    /// Integer scale and minimum of a sub-block: side by side, or in the nibbles of one byte.
+    #[inline(always)]
+    fn read<V: Integers>(v: V, group: &[u8], sub: usize) -> (V::I, V::I) {
+        let own = &group[sub * LANES..];
+        match (Self::MIN, Self::SUBS) {
+            (false, _) => (v.signed(own), v.splat(0)),
+            (true, 1) => (v.signed(own), v.unsigned(&own[LANES..], 0, 0xff)),
+            (true, _) => (v.unsigned(own, 0, 15), v.unsigned(own, 4, 15)),
+        }
+    }
 }
 
 /// f16 per group.
@@ -135,6 +170,8 @@ struct Product<'a, C, S> {
     first: usize,
     rows: usize,
     sums: &'a mut [f32],
+    #[cfg(target_arch = "x86_64")]
+    amx: Option<Amx>,
     of: PhantomData<(C, S)>,
 }
 
@@ -151,6 +188,10 @@ impl<C: Codes, S: Scales> IntKernel for Product<'_, C, S> {
                 }
             }
             return;
+        }
+        #[cfg(target_arch = "x86_64")]
+        if V::TILES && let Some(amx) = self.amx {
+            return super::tiles::run::<V, C, S>(v, amx, acts, w, first, rows, sums);
         }
         let mut plain = [[0u8; 4 * LANES * SUPER / 4]; PANELS];
         for (s, acts) in acts.chunks_exact(rows).enumerate() {
@@ -176,6 +217,7 @@ macro_rules! each {
         $body
     })*};
 }
+pub(super) use each;
 
 /// Writes a cell's codes, a byte each.
 #[inline(always)]
@@ -214,13 +256,8 @@ fn tile<V: Integers, C: Codes, S: Scales, const R: usize>(
     let rows: &[Activations; R] = acts.first_chunk().expect("R rows");
     let words: &[i32] = bytemuck::cast_slice(rows);
     // Integer scales: sums of the cell. f16 scales: `t` of the cell.
-    let (mut whole, mut minima, mut t) = ([v.splat(0); R], [v.splat(0); R], [v.splat_f32(0.0); R]);
-    let scale_bytes = match (S::INTEGERS, S::SUBS, S::MIN) {
-        (false, _, false) | (true, 2, _) | (true, _, true) => 2 * LANES,
-        (false, _, true) => 4 * LANES,
-        (true, _, false) => LANES,
-    };
-    let groups = cell.codes.chunks_exact(C::BYTES).zip(cell.scales.chunks_exact(scale_bytes));
+    let (mut whole, mut minima, mut t) = ([v.splat(0); R], [v.splat_f32(0.0); R], [v.splat_f32(0.0); R]);
+    let groups = cell.codes.chunks_exact(C::BYTES).zip(cell.scales.chunks_exact(S::bytes()));
     for (g, (group, scales)) in groups.enumerate().take(SUPER / 32) {
         let mut part = [[v.splat(0); R]; 2];
         if !S::MIN {
@@ -241,21 +278,17 @@ fn tile<V: Integers, C: Codes, S: Scales, const R: usize>(
             if S::MIN {
                 let m = v.halves(&scales[2 * LANES..]);
                 for r in 0..R {
-                    t[r] = v.fma(m, v.splat_f32(rows[r].sums[g] as f32), t[r]);
+                    t[r] = v.fma(m, v.splat_f32(rows[r].sum(g)), t[r]);
                 }
             }
         } else {
             for sub in 0..S::SUBS {
-                // Scales and minima side by side, or in the nibbles of one byte.
-                let (scale, min) = match (S::MIN, S::SUBS) {
-                    (false, _) => (v.signed(&scales[sub * LANES..]), v.splat(0)),
-                    (true, 1) => (v.signed(scales), v.unsigned(&scales[LANES..], 0, 0xff)),
-                    (true, _) => (v.unsigned(&scales[sub * LANES..], 0, 15), v.unsigned(&scales[sub * LANES..], 4, 15)),
-                };
+                let (scale, min) = S::read(v, scales, sub);
                 for r in 0..R {
                     whole[r] = v.mul_add(part[sub][r], scale, whole[r]);
                     if S::MIN {
-                        minima[r] = v.mul_add(min, v.splat(rows[r].sums[S::SUBS * g + sub]), minima[r]);
+                        // Exact, as the sum stays below 2^24.
+                        minima[r] = v.fma(v.float(min), v.splat_f32(rows[r].sum(S::SUBS * g + sub)), minima[r]);
                     }
                 }
             }
@@ -269,7 +302,7 @@ fn tile<V: Integers, C: Codes, S: Scales, const R: usize>(
         if S::MIN {
             let m = v.halves(&cell.shared[2 * LANES..]);
             for r in 0..R {
-                t[r] = v.fnma(m, v.float(minima[r]), t[r]);
+                t[r] = v.fnma(m, minima[r], t[r]);
             }
         }
     }

@@ -4,12 +4,15 @@
 //! |---|---|
 //! | `pack.rs` | the packed form: panels of 16 weight rows in the order the kernel reads |
 //! | `kernel.rs` | the product of a panel and some rows |
+//! | `tiles.rs` | the same for many rows, with AMX |
 //!
 //! The numbers are defined at [`block_gemm`](crate::gemm::block_gemm). Integer sums are exact and the f32 steps have one
 //! order, so neither level, nor batch, nor threads change a bit.
 
 mod kernel;
 mod pack;
+#[cfg(target_arch = "x86_64")]
+mod tiles;
 
 use std::cell::Cell;
 use std::ops::Range;
@@ -29,6 +32,8 @@ use crate::tensor::{BlockFields, BlockFormat, TensorMut, TensorRef};
 const OP: &str = "block_gemm";
 /// Rows that a panel's codes are unpacked anew for: below, unpacking is hidden by the reading of the weights.
 const FEW: usize = 8;
+/// More rows than that are made up to a multiple of this: two tiles of AMX.
+const MANY: usize = 32;
 /// Rows per pass over all weights; more would only need more scratch.
 const PASS: usize = 2048;
 /// Panels per unit of work on many rows: activations, read anew for each unit, then take a quarter of the reads.
@@ -46,10 +51,18 @@ thread_local! {
 struct Activations {
     /// Four signed bytes each.
     words: [i32; SUPER / 4],
-    /// Sums of the format's sub-blocks, times minus the weights' offset if they have one.
+    /// Sums of the format's sub-blocks: the bits of f32 if it has minima; else i32, times minus the weights' offset.
     sums: [i32; 16],
     scale: f32,
     unused: [u32; 15],
+}
+
+impl Activations {
+    /// Sum of sub-block `j`, for a format with minima.
+    #[inline(always)]
+    fn sum(&self, j: usize) -> f32 {
+        f32::from_bits(self.sums[j] as u32)
+    }
 }
 
 const _: () = assert!(size_of::<Activations>() == 4 * PITCH);
@@ -171,8 +184,7 @@ fn quantize<V: Vector>(v: V, x: &[f32; SUPER], format: BlockFormat, out: &mut Ac
     } else if scale > 0.0 {
         let codes: &mut [i8] = bytemuck::cast_slice_mut(&mut out.words);
         let (by, bound) = (v.splat(scale), v.splat(127.0));
-        let offset = format.offset();
-        let factor = if offset == 0 { 1.0 } else { -offset as f32 };
+        let mut sums = [0f32; 16];
         let mut i = 0;
         while i < SUPER {
             // A subnormal scale may be rounded down by as much as a third: hence the bounds.
@@ -180,8 +192,11 @@ fn quantize<V: Vector>(v: V, x: &[f32; SUPER], format: BlockFormat, out: &mut Ac
             let q = v.max(v.sub(v.splat(0.0), bound), v.min(bound, q));
             v.store_i8(q, &mut codes[i..]);
             // Exact: integers below 2^24, whatever the order.
-            out.sums[i / format.sub()] += (v.sum(q) * factor) as i32;
+            sums[i / format.sub()] += v.sum(q);
             i += V::LANES;
+        }
+        for (out, sum) in out.sums.iter_mut().zip(sums) {
+            *out = if format.has_min() { sum.to_bits() as i32 } else { -format.offset() * sum as i32 };
         }
     }
 }
