@@ -316,7 +316,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(40))]
     #[test]
     fn every_level_batch_and_thread_count_gives_the_same_bits(
-        m in 1usize..60, n in 1usize..100, blocks in 1usize..30, pick in any::<u64>(), threads in 1usize..5,
+        m in 1usize..130, n in 1usize..100, blocks in 1usize..30, pick in any::<u64>(), threads in 1usize..5,
         format in prop::sample::select(&BlockFormat::ALL[..]), dtype in prop::sample::select(&FLOATS[..]),
     ) {
         let mut rng = Rng::new(pick);

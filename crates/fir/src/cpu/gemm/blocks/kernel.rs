@@ -3,7 +3,7 @@
 use std::marker::PhantomData;
 
 use super::pack::{Cell, LANES, Packed, SUPER};
-use super::{Activations, FEW, MANY, PANELS};
+use super::{Activations, FEW, MANY, PANELS, TILED};
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::arch::Amx;
 use crate::cpu::exec::Cpu;
@@ -190,7 +190,10 @@ impl<C: Codes, S: Scales> IntKernel for Product<'_, C, S> {
             return;
         }
         #[cfg(target_arch = "x86_64")]
-        if V::TILES && let Some(amx) = self.amx {
+        if V::TILES
+            && rows >= TILED
+            && let Some(amx) = self.amx
+        {
             return super::tiles::run::<V, C, S>(v, amx, acts, w, first, rows, sums);
         }
         let mut plain = [[0u8; 4 * LANES * SUPER / 4]; PANELS];

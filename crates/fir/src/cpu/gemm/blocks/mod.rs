@@ -23,6 +23,7 @@ use pack::{GROUP, LANES, SUPER};
 
 use crate::cpu::exec::Cpu;
 use crate::cpu::integers::PITCH;
+use crate::cpu::level::Level;
 use crate::cpu::pool::RowsMut;
 use crate::cpu::rows::{Rows, for_parts, narrow, widen, with_float};
 use crate::cpu::vector::{Kernel, Lane, Vector};
@@ -32,12 +33,17 @@ use crate::tensor::{BlockFields, BlockFormat, TensorMut, TensorRef};
 const OP: &str = "block_gemm";
 /// Rows that a panel's codes are unpacked anew for: below, unpacking is hidden by the reading of the weights.
 const FEW: usize = 8;
-/// More rows than that are made up to a multiple of this: two tiles of AMX.
+/// Rows from which AMX is faster than vectors: it unpacks a panel into twice the bytes.
+const TILED: usize = 65;
+/// More rows than few are made up to a multiple of this: two tiles of AMX.
 const MANY: usize = 32;
-/// Rows per pass over all weights; more would only need more scratch.
-const PASS: usize = 2048;
+/// Rows per pass over all weights: a unit's sums stay in the second-level cache.
+const PASS: usize = 512;
 /// Panels per unit of work on many rows: activations, read anew for each unit, then take a quarter of the reads.
 const PANELS: usize = 4;
+/// The same with AMX: 512 rows' activations come from the last-level cache for every unit, and their sums, 512 KB, stay
+/// in the second.
+const TILE_PANELS: usize = 16;
 
 thread_local! {
     /// Scratch, kept: new memory of this size would be mapped and cleared for every call.
@@ -99,7 +105,11 @@ fn pass<X: Lane, O: Lane>(cpu: &Cpu, x: Rows<'_, X>, w: &Packed, out: RowsMut<'_
     let used = &acts[..padded * supers];
     let panels = w.n().div_ceil(LANES);
     // Eight units per worker, so that a late one costs an eighth of its share.
-    let each = if rows <= FEW { panels.div_ceil(8 * cpu.workers()) } else { PANELS };
+    let each = match (rows, cpu.level()) {
+        (..=FEW, _) => panels.div_ceil(8 * cpu.workers()),
+        (TILED.., Level::Amx) => panels.div_ceil(2 * cpu.workers()).min(TILE_PANELS),
+        _ => PANELS,
+    };
     let units = out.split_columns(each * LANES).into_iter().enumerate();
     let work = |(unit, out): (usize, RowsMut<'_, O>)| product(cpu, used, w, unit * each, out);
     if rows.saturating_mul(w.n()).saturating_mul(w.k()) < 256 << 10 {
@@ -187,13 +197,18 @@ fn quantize<V: Vector>(v: V, x: &[f32; SUPER], format: BlockFormat, out: &mut Ac
         let mut sums = [0f32; 16];
         let mut i = 0;
         while i < SUPER {
-            // A subnormal scale may be rounded down by as much as a third: hence the bounds.
-            let q = v.round(v.div(v.load(&x[i..]), by));
-            let q = v.max(v.sub(v.splat(0.0), bound), v.min(bound, q));
-            v.store_i8(q, &mut codes[i..]);
+            let mut q = [by; 4];
+            for q in &mut q {
+                // A subnormal scale may be rounded down by as much as a third: hence the bounds.
+                let x = v.round(v.div(v.load(&x[i..]), by));
+                *q = v.max(v.sub(v.splat(0.0), bound), v.min(bound, x));
+                v.store_i8(*q, &mut codes[i..]);
+                i += V::LANES;
+            }
             // Exact: integers below 2^24, whatever the order.
-            sums[i / format.sub()] += v.sum(q);
-            i += V::LANES;
+            for (j, sum) in v.sums4(q).into_iter().enumerate() {
+                sums[(i - (4 - j) * V::LANES) / format.sub()] += sum;
+            }
         }
         for (out, sum) in out.sums.iter_mut().zip(sums) {
             *out = if format.has_min() { sum.to_bits() as i32 } else { -format.offset() * sum as i32 };

@@ -12,10 +12,14 @@ use std::marker::PhantomData;
 
 use super::kernel::{Codes, Scales};
 use super::pack::{Cell, LANES, Packed};
-use super::{Activations, MANY as ROWS, PANELS};
+use super::{Activations, MANY as ROWS};
 use crate::cpu::arch::{Amx, Avx512, Left, Right, Sums, TileKernel, Tiles};
 use crate::cpu::integers::{Integers, PITCH};
+use crate::cpu::vector::Vector;
 
+/// Panels against which all rows are multiplied in turn: 16 KB of tiles, in the first-level cache beside the rows' 8 KB
+/// and the sums of two products.
+const AT_ONCE: usize = 2;
 /// Bytes of a tile.
 const TILE: usize = 1024;
 /// Sums of a product: two tiles beside two.
@@ -45,17 +49,19 @@ pub(super) fn run<V: Integers, C: Codes, S: Scales>(
     rows: usize,
     sums: &mut [f32],
 ) {
-    let panels = sums.len() / (rows * LANES);
     // What a cell leaves of the last one's tiles, fewer groups than it had, is not looked at.
     let cell = Cell { groups: 0, codes: &[], scales: &[], shared: &[] };
     let (right, minima) = (Aligned([0; 8 * TILE]), [v.splat_f32(0.0); 16]);
-    let mut prepared = [Prepared::<V> { cell, right, minima }; PANELS];
+    let mut prepared = [Prepared::<V> { cell, right, minima }; AT_ONCE];
     for (s, acts) in acts.chunks_exact(rows).enumerate() {
-        for (p, out) in prepared[..panels].iter_mut().enumerate() {
-            out.cell = w.cell(w.panel(first + p), s);
-            prepare::<V, C, S>(v, w.format().offset() as u8, out);
+        for (group, sums) in sums.chunks_mut(AT_ONCE * rows * LANES).enumerate() {
+            let prepared = &mut prepared[..sums.len() / (rows * LANES)];
+            for (p, out) in prepared.iter_mut().enumerate() {
+                out.cell = w.cell(w.panel(first + group * AT_ONCE + p), s);
+                prepare::<V, C, S>(v, w.format().offset() as u8, out);
+            }
+            amx.run(Multiply { v, acts, prepared, sums, of: PhantomData::<S> });
         }
-        amx.run(Multiply { v, acts, prepared: &prepared[..panels], sums, of: PhantomData::<S> });
     }
 }
 
@@ -101,7 +107,7 @@ struct Multiply<'a, V: Integers, S> {
 impl<V: Integers, S: Scales> TileKernel for Multiply<'_, V, S> {
     type Out = ();
     #[inline(always)]
-    fn run(self, _: Avx512, tiles: Tiles) {
+    fn run(self, vectors: Avx512, tiles: Tiles) {
         let Self { v, acts, prepared, sums, .. } = self;
         let (rows, products) = (acts.len(), if S::INTEGERS { 1 } else { 4 });
         // Vectors finish one product while tiles compute the next.
@@ -110,6 +116,8 @@ impl<V: Integers, S: Scales> TileKernel for Multiply<'_, V, S> {
         let mut last: Option<(usize, usize)> = None;
         for r in (0..rows).step_by(ROWS) {
             let data: &[i8] = bytemuck::cast_slice(&acts[r..r + ROWS]);
+            // A tile's load waits for sixteen lines; nothing but this asks for them ahead.
+            vectors.prefetch(&acts[r + ROWS..rows.min(r + 2 * ROWS)]);
             for (p, cell) in prepared.iter().enumerate() {
                 for i in 0..products {
                     let out = Sums { data: &mut buffers[turn].0[i * SUMS..][..SUMS], stride: 2 * LANES };
