@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 #[cfg(target_arch = "x86_64")]
 use super::arch::Amx;
+use super::integers::IntKernel;
 use super::level::{Level, Token};
 use super::pool::Pool;
 use super::tuning::Tuning;
@@ -76,5 +77,9 @@ impl Cpu {
     /// Runs `kernel` at this level, on the calling thread.
     pub(crate) fn run<K: Kernel>(&self, kernel: K) -> K::Out {
         self.token.run(kernel)
+    }
+    /// Runs `kernel`, on sixteen lanes, at this level, on the calling thread.
+    pub(crate) fn run_ints<K: IntKernel>(&self, kernel: K) -> K::Out {
+        self.token.run_ints(kernel)
     }
 }

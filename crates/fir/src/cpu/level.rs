@@ -2,7 +2,7 @@
 
 #[cfg(target_arch = "x86_64")]
 use super::arch::{Amx, Avx2, Avx512};
-use super::{arch::Portable, vector::Kernel};
+use super::{arch::Portable, integers::IntKernel, vector::Kernel};
 use crate::error::{Error, Result};
 
 /// An instruction level, by name. [`Level::available`] says which this CPU has.
@@ -113,6 +113,19 @@ impl Token {
         match self {
             Self::Amx(amx) => Some(amx),
             _ => None,
+        }
+    }
+
+    /// Runs `kernel`, on sixteen lanes, compiled for this level.
+    pub(crate) fn run_ints<K: IntKernel>(self, kernel: K) -> K::Out {
+        match self {
+            Self::Portable(v) => kernel.run(v),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2(v) => v.run_ints(kernel),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512(v) => v.run_ints(kernel),
+            #[cfg(target_arch = "x86_64")]
+            Self::Amx(v) => v.vectors().run_ints(kernel),
         }
     }
 }

@@ -5,6 +5,7 @@ mod arch;
 pub(crate) mod attention;
 pub(crate) mod exec;
 pub(crate) mod gemm;
+pub(crate) mod integers;
 pub(crate) mod level;
 pub(crate) mod math;
 pub(crate) mod moe;

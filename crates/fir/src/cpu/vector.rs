@@ -41,6 +41,8 @@ pub(crate) trait Vector: Copy + Send + Sync + 'static {
     fn store_f16(self, x: Self::F, out: &mut [f16]);
     /// Rounds to nearest, ties to even; NaN stays NaN.
     fn store_bf16(self, x: Self::F, out: &mut [bf16]);
+    /// Nearest integers, ties to even, of numbers from -128 to 127.
+    fn store_i8(self, x: Self::F, out: &mut [i8]);
     /// Bit for bit what [`Float::from_f32`] gives.
     fn store_e4m3(self, x: Self::F, out: &mut [E4m3]);
     /// Bit for bit what [`Float::from_f32`] gives.

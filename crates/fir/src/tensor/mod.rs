@@ -13,6 +13,7 @@
 //! An index is checked once, where a view is made: a layout that reaches past its memory is refused.
 
 mod block;
+mod blocks;
 mod dims;
 pub mod dlpack;
 mod dtype;
@@ -20,8 +21,10 @@ mod foreign;
 mod layout;
 mod view;
 
+pub(crate) use self::blocks::BlockFields;
 pub use self::{
     block::{Block, Scaled},
+    blocks::{BlockFormat, IQ4_VALUES},
     dims::Dims,
     dtype::{Bool, DType, E2M1_VALUES, E2m1x2, E4m3, E5m2, E8m0, Element, Float, bf16, f16},
     foreign::{BytesOwner, Dlpack, Foreign, Managed},

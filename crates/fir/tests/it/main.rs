@@ -3,6 +3,7 @@
 mod activation;
 mod attention;
 mod gemm;
+mod gemm_blocks;
 mod hostile;
 mod layers;
 mod matrix;

@@ -3,6 +3,7 @@
 
 #[cfg(target_arch = "x86_64")]
 mod amx;
+mod integers;
 mod portable;
 #[cfg(target_arch = "x86_64")]
 mod x86;

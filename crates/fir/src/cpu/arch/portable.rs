@@ -76,6 +76,10 @@ impl Vector for Portable {
         round_into(x, out);
     }
     #[inline(always)]
+    fn store_i8(self, x: F, out: &mut [i8]) {
+        *out.first_chunk_mut::<8>().expect("8 elements") = self.round(x).map(|x| x as i8);
+    }
+    #[inline(always)]
     fn store_e4m3(self, x: F, out: &mut [E4m3]) {
         round_into(x, out);
     }

@@ -43,6 +43,11 @@ impl Avx512 {
         .then_some(Self(()))
     }
 
+    /// The lower level, which this one proves.
+    pub(crate) fn avx2(self) -> Avx2 {
+        Avx2(())
+    }
+
     /// Runs `kernel` compiled for this level.
     pub(crate) fn run<K: Kernel>(self, kernel: K) -> K::Out {
         #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
@@ -63,6 +68,7 @@ macro_rules! with {
         unsafe { $e }
     }};
 }
+pub(super) use with;
 
 #[inline(always)]
 fn chunk<T, const N: usize>(x: &[T]) -> *const T {
@@ -226,6 +232,14 @@ impl Vector for Avx2 {
             let packed = _mm256_packus_epi32(high, high);
             let packed = _mm256_permute4x64_epi64::<0b1000>(packed);
             _mm_storeu_si128(chunk_mut::<_, 8>(out).cast(), _mm256_castsi256_si128(packed));
+        });
+    }
+    #[inline(always)]
+    fn store_i8(self, x: __m256, out: &mut [i8]) {
+        with!(self, {
+            let x = _mm256_cvtps_epi32(x);
+            let x = _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256::<1>(x));
+            _mm_storel_epi64(chunk_mut::<_, 8>(out).cast(), _mm_packs_epi16(x, x));
         });
     }
     #[inline(always)]
@@ -467,6 +481,13 @@ impl Vector for Avx512 {
             let quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x40_0000));
             let high = _mm512_srli_epi32::<16>(_mm512_mask_blend_epi32(nan, rounded, quiet));
             _mm256_storeu_si256(chunk_mut::<_, 16>(out).cast(), _mm512_cvtepi32_epi16(high));
+        });
+    }
+    #[inline(always)]
+    fn store_i8(self, x: __m512, out: &mut [i8]) {
+        with!(self, {
+            let x = _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x));
+            _mm_storeu_si128(chunk_mut::<_, 16>(out).cast(), x);
         });
     }
     #[inline(always)]

@@ -14,6 +14,8 @@ pub(crate) mod scaled;
 #[cfg(target_arch = "x86_64")]
 mod tiles;
 
+pub(crate) mod blocks;
+
 use std::cell::Cell;
 use std::ops::Range;
 

@@ -1,10 +1,12 @@
-//! Matrix products: dense, with epilogues, of fp8 with scales, of many matrices at once.
+//! Matrix products: dense, with epilogues, of fp8 with scales, of GGUF's block formats, of many matrices at once.
 
+mod blocks;
 mod grouped;
 mod scaled;
 
 pub(super) use self::scaled::bind as bind_scaled;
 pub use self::{
+    blocks::{BlockWeights, block_gemm, dequantize_blocks},
     grouped::{GroupedArgs, batched_gemm, grouped_gemm},
     scaled::scaled_gemm,
 };
@@ -13,7 +15,7 @@ use crate::cpu::gemm::{Epilogue, Product};
 use crate::error::{Error, Result};
 use crate::exec::Exec;
 use crate::ops::norm;
-pub use crate::tensor::{Block, Scaled};
+pub use crate::tensor::{Block, BlockFormat, Scaled};
 use crate::tensor::{Dims, TensorMut, TensorRef};
 
 /// Multiplies the rows of `x` by a matrix of weights stored as a linear layer's are, one output per row.

@@ -1,9 +1,11 @@
 //! Matrix products.
 
+mod blocks;
 mod grouped;
 mod scaled;
 
 pub use self::{
+    blocks::{block_gemm, dequantize_blocks},
     grouped::{batched_gemm, grouped_gemm},
     scaled::{scaled_gemm, scaled_values},
 };

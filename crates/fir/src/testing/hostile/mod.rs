@@ -38,6 +38,8 @@ pub const TARGETS: &[(&str, Target)] = &[
     ("attention::merge", attention::merge),
     ("attention::single", attention::single),
     ("gemm", rows::gemm),
+    ("gemm::block_gemm", rows::block_gemm),
+    ("gemm::dequantize_blocks", rows::dequantize_blocks),
     ("gemm::grouped_gemm", moe::grouped_gemm),
     ("gemm::scaled_gemm", moe::scaled_gemm),
     ("moe::moe_ffn", moe::ffn),

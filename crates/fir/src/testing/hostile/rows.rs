@@ -4,7 +4,7 @@ use super::Bytes;
 use crate::error::Result;
 use crate::exec::Exec;
 use crate::ops::{activation, gemm, norm};
-use crate::tensor::DType;
+use crate::tensor::{BlockFormat, DType};
 
 /// `[tokens, hidden]` or `[tokens, heads, hidden]`.
 fn rows(b: &mut Bytes<'_>, hidden: usize) -> Vec<usize> {
@@ -89,6 +89,33 @@ pub(super) fn gemm(exec: &Exec, b: &mut Bytes<'_>) -> Result<()> {
     let (dtype, m, n, k) = (b.float(), b.size(), b.size(), b.size());
     let (x, w, mut out) = (b.tensor(dtype, &[m, k]), b.tensor(dtype, &[n, k]), b.tensor(dtype, &[m, n]));
     let result = gemm::gemm(exec, x.view()?, w.view()?, out.view_mut()?);
+    out.assert_only_elements_written();
+    result
+}
+
+pub(super) fn block_gemm(exec: &Exec, b: &mut Bytes<'_>) -> Result<()> {
+    let format = BlockFormat::ALL[b.below(BlockFormat::ALL.len())];
+    let (m, n, blocks) = (b.size(), b.size(), b.size() % 6);
+    let k = if b.rarely() { b.size() } else { blocks * format.elements() };
+    let bytes = n.saturating_mul(blocks * format.bytes()).min(200_000);
+    let (bytes, seed) = (if b.rarely() { bytes / 2 } else { bytes }, b.byte());
+    let data: Vec<u8> = (0..bytes).map(|i| (i * 131 >> 3) as u8 ^ seed).collect();
+    let w = gemm::BlockWeights::pack(exec, format, &data, n, k)?;
+    let (dtype, out_dtype) = (b.float(), b.float());
+    let (x, mut out) = (b.tensor(dtype, &[m, k]), b.tensor(out_dtype, &[m, n]));
+    let result = gemm::block_gemm(exec, x.view()?, &w, out.view_mut()?);
+    out.assert_only_elements_written();
+    result
+}
+
+pub(super) fn dequantize_blocks(exec: &Exec, b: &mut Bytes<'_>) -> Result<()> {
+    let format = BlockFormat::ALL[b.below(BlockFormat::ALL.len())];
+    let (rows, blocks) = (b.size(), b.size() % 6);
+    let bytes = rows.saturating_mul(blocks * format.bytes()).min(200_000);
+    let data = vec![b.byte(); if b.rarely() { bytes / 2 } else { bytes }];
+    let dtype = b.float();
+    let mut out = b.tensor(dtype, &[rows, blocks * format.elements()]);
+    let result = gemm::dequantize_blocks(exec, format, &data, out.view_mut()?);
     out.assert_only_elements_written();
     result
 }

@@ -1,0 +1,497 @@
+//! [`Integers`] in plain Rust, in AVX2 and in AVX-512 with VNNI.
+
+use super::Portable;
+use crate::cpu::integers::{Integers, PITCH};
+use crate::tensor::f16;
+
+#[inline(always)]
+fn array<T: Copy, const N: usize>(x: &[T]) -> &[T; N] {
+    x.first_chunk().expect("a full vector")
+}
+
+impl Integers for Portable {
+    const ROWS: usize = 1;
+    type B = [u8; 64];
+    type I = [i32; 16];
+    type F = [f32; 16];
+
+    #[inline(always)]
+    fn bytes(self, x: &[u8]) -> [u8; 64] {
+        *array(x)
+    }
+    #[inline(always)]
+    fn store_bytes(self, x: [u8; 64], out: &mut [u8]) {
+        *out.first_chunk_mut().expect("64 bytes") = x;
+    }
+    #[inline(always)]
+    fn field(self, x: [u8; 64], right: u32, left: u32, mask: u8) -> [u8; 64] {
+        x.map(|x| x >> right << left & mask)
+    }
+    #[inline(always)]
+    fn or(self, a: [u8; 64], b: [u8; 64]) -> [u8; 64] {
+        std::array::from_fn(|i| a[i] | b[i])
+    }
+    #[inline(always)]
+    fn sub_bytes(self, x: [u8; 64], by: u8) -> [u8; 64] {
+        x.map(|x| x.wrapping_sub(by))
+    }
+    #[inline(always)]
+    fn scaled(self, x: [u8; 64], scale: [i32; 16]) -> ([u8; 64], [u8; 64]) {
+        let w: [i32; 64] = std::array::from_fn(|i| i32::from(x[i] as i8) * scale[i / 4]);
+        (w.map(|w| ((w + 128) >> 8) as u8), w.map(|w| w as u8))
+    }
+    #[inline(always)]
+    fn lookup(self, table: &[u8; 16], x: [u8; 64]) -> [u8; 64] {
+        x.map(|x| table[usize::from(x & 15)])
+    }
+    #[inline(always)]
+    fn dots<const R: usize>(self, _: bool, sums: &mut [[i32; 16]; R], q: [u8; 64], a: &[i32]) {
+        for (r, sums) in sums.iter_mut().enumerate() {
+            let a = a[r * PITCH].to_le_bytes().map(|a| i32::from(a as i8));
+            for (i, sum) in sums.iter_mut().enumerate() {
+                let q = |j: usize| i32::from(q[4 * i + j]);
+                *sum += q(0) * a[0] + q(1) * a[1] + q(2) * a[2] + q(3) * a[3];
+            }
+        }
+    }
+    #[inline(always)]
+    fn splat(self, x: i32) -> [i32; 16] {
+        [x; 16]
+    }
+    #[inline(always)]
+    fn load_i32(self, x: &[i32]) -> [i32; 16] {
+        *array(x)
+    }
+    #[inline(always)]
+    fn signed(self, x: &[u8]) -> [i32; 16] {
+        array(x).map(|x: u8| i32::from(x as i8))
+    }
+    #[inline(always)]
+    fn unsigned(self, x: &[u8], right: u32, mask: i32) -> [i32; 16] {
+        array(x).map(|x: u8| i32::from(x) >> right & mask)
+    }
+    #[inline(always)]
+    fn mul_add(self, a: [i32; 16], b: [i32; 16], c: [i32; 16]) -> [i32; 16] {
+        std::array::from_fn(|i| a[i] * b[i] + c[i])
+    }
+    #[inline(always)]
+    fn splat_f32(self, x: f32) -> [f32; 16] {
+        [x; 16]
+    }
+    #[inline(always)]
+    fn halves(self, x: &[u8]) -> [f32; 16] {
+        let x: &[u8; 32] = array(x);
+        std::array::from_fn(|i| f16::from_le_bytes([x[2 * i], x[2 * i + 1]]).to_f32())
+    }
+    #[inline(always)]
+    fn load(self, x: &[f32]) -> [f32; 16] {
+        *array(x)
+    }
+    #[inline(always)]
+    fn store(self, x: [f32; 16], out: &mut [f32]) {
+        *out.first_chunk_mut().expect("16 elements") = x;
+    }
+    #[inline(always)]
+    fn float(self, x: [i32; 16]) -> [f32; 16] {
+        x.map(|x| x as f32)
+    }
+    #[inline(always)]
+    fn mul(self, a: [f32; 16], b: [f32; 16]) -> [f32; 16] {
+        std::array::from_fn(|i| a[i] * b[i])
+    }
+    #[inline(always)]
+    fn fma(self, a: [f32; 16], b: [f32; 16], c: [f32; 16]) -> [f32; 16] {
+        std::array::from_fn(|i| a[i].mul_add(b[i], c[i]))
+    }
+    #[inline(always)]
+    fn fnma(self, a: [f32; 16], b: [f32; 16], c: [f32; 16]) -> [f32; 16] {
+        std::array::from_fn(|i| (-a[i]).mul_add(b[i], c[i]))
+    }
+}
+
+/// Sound for the reason given in `x86.rs`: a token exists, and memory operands are arrays of the full size.
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use std::arch::x86_64::*;
+
+    use super::array;
+    use crate::cpu::arch::x86::{Avx2, Avx512, with};
+    use crate::cpu::integers::{IntKernel, Integers, PITCH};
+
+    /// Proof that this CPU has AVX-512 VNNI, and all that [`Avx512`] proves; only `detect` makes one.
+    #[derive(Clone, Copy, Debug)]
+    struct Vnni(());
+
+    impl Vnni {
+        fn detect() -> Option<Self> {
+            (Avx512::detect().is_some() && is_x86_feature_detected!("avx512vnni")).then_some(Self(()))
+        }
+
+        /// Runs `kernel` compiled for these instructions.
+        fn run_ints<K: IntKernel>(self, kernel: K) -> K::Out {
+            #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
+            fn go<K: IntKernel>(kernel: K, v: Vnni) -> K::Out {
+                kernel.run(v)
+            }
+            // SAFETY: `self` exists, so `detect` saw these features on this CPU.
+            unsafe { go(kernel, self) }
+        }
+    }
+
+    impl Avx2 {
+        /// Runs `kernel` compiled for this level.
+        pub(crate) fn run_ints<K: IntKernel>(self, kernel: K) -> K::Out {
+            #[target_feature(enable = "avx2,fma,f16c")]
+            fn go<K: IntKernel>(kernel: K, v: Avx2) -> K::Out {
+                kernel.run(v)
+            }
+            // SAFETY: `self` exists, so `detect` saw these features on this CPU.
+            unsafe { go(kernel, self) }
+        }
+    }
+
+    impl Avx512 {
+        /// Runs `kernel` compiled for this level; without VNNI it has nothing that AVX2 lacks.
+        pub(crate) fn run_ints<K: IntKernel>(self, kernel: K) -> K::Out {
+            match Vnni::detect() {
+                Some(v) => v.run_ints(kernel),
+                None => self.avx2().run_ints(kernel),
+            }
+        }
+    }
+
+    /// The two halves of sixteen lanes.
+    type Pair<T> = [T; 2];
+
+    impl Integers for Avx2 {
+        const ROWS: usize = 2;
+        type B = Pair<__m256i>;
+        type I = Pair<__m256i>;
+        type F = Pair<__m256>;
+
+        #[inline(always)]
+        fn bytes(self, x: &[u8]) -> Pair<__m256i> {
+            let x: &[u8; 64] = array(x);
+            with!(self, {
+                let x = x.as_ptr().cast::<__m256i>();
+                [_mm256_loadu_si256(x), _mm256_loadu_si256(x.add(1))]
+            })
+        }
+        #[inline(always)]
+        fn store_bytes(self, x: Pair<__m256i>, out: &mut [u8]) {
+            let out: &mut [u8; 64] = out.first_chunk_mut().expect("64 bytes");
+            with!(self, {
+                let out = out.as_mut_ptr().cast::<__m256i>();
+                _mm256_storeu_si256(out, x[0]);
+                _mm256_storeu_si256(out.add(1), x[1]);
+            });
+        }
+        #[inline(always)]
+        fn field(self, x: Pair<__m256i>, right: u32, left: u32, mask: u8) -> Pair<__m256i> {
+            // Shifts of 16 bits: what crosses from the other byte is masked away.
+            with!(self, {
+                let mask = _mm256_set1_epi8(mask as i8);
+                let (right, left) = (_mm_cvtsi32_si128(right as i32), _mm_cvtsi32_si128(left as i32));
+                let low = _mm256_sll_epi16(_mm256_srl_epi16(x[0], right), left);
+                let high = _mm256_sll_epi16(_mm256_srl_epi16(x[1], right), left);
+                [_mm256_and_si256(low, mask), _mm256_and_si256(high, mask)]
+            })
+        }
+        #[inline(always)]
+        fn or(self, a: Pair<__m256i>, b: Pair<__m256i>) -> Pair<__m256i> {
+            with!(self, [_mm256_or_si256(a[0], b[0]), _mm256_or_si256(a[1], b[1])])
+        }
+        #[inline(always)]
+        fn sub_bytes(self, x: Pair<__m256i>, by: u8) -> Pair<__m256i> {
+            with!(self, {
+                let by = _mm256_set1_epi8(by as i8);
+                [_mm256_sub_epi8(x[0], by), _mm256_sub_epi8(x[1], by)]
+            })
+        }
+        #[inline(always)]
+        fn scaled(self, x: Pair<__m256i>, scale: Pair<__m256i>) -> (Pair<__m256i>, Pair<__m256i>) {
+            let (low, high) = (half_scaled(self, x[0], scale[0]), half_scaled(self, x[1], scale[1]));
+            ([low.0, high.0], [low.1, high.1])
+        }
+        #[inline(always)]
+        fn lookup(self, table: &[u8; 16], x: Pair<__m256i>) -> Pair<__m256i> {
+            with!(self, {
+                let table = _mm256_broadcastsi128_si256(_mm_loadu_si128(table.as_ptr().cast()));
+                [_mm256_shuffle_epi8(table, x[0]), _mm256_shuffle_epi8(table, x[1])]
+            })
+        }
+        #[inline(always)]
+        fn dots<const R: usize>(self, wide: bool, sums: &mut [Pair<__m256i>; R], q: Pair<__m256i>, a: &[i32]) {
+            for r in 0..R {
+                let (sum, a) = (sums[r], a[r * PITCH]);
+                sums[r] = [half_dot(self, wide, sum[0], q[0], a), half_dot(self, wide, sum[1], q[1], a)];
+            }
+        }
+        #[inline(always)]
+        fn splat(self, x: i32) -> Pair<__m256i> {
+            with!(self, [_mm256_set1_epi32(x); 2])
+        }
+        #[inline(always)]
+        fn load_i32(self, x: &[i32]) -> Pair<__m256i> {
+            self.bytes(bytemuck::cast_slice(x))
+        }
+        #[inline(always)]
+        fn signed(self, x: &[u8]) -> Pair<__m256i> {
+            let x: &[u8; 16] = array(x);
+            with!(self, {
+                let x = _mm_loadu_si128(x.as_ptr().cast());
+                [_mm256_cvtepi8_epi32(x), _mm256_cvtepi8_epi32(_mm_srli_si128::<8>(x))]
+            })
+        }
+        #[inline(always)]
+        fn unsigned(self, x: &[u8], right: u32, mask: i32) -> Pair<__m256i> {
+            let x: &[u8; 16] = array(x);
+            with!(self, {
+                let (x, right) = (_mm_loadu_si128(x.as_ptr().cast()), _mm_cvtsi32_si128(right as i32));
+                let (low, high) = (_mm256_cvtepu8_epi32(x), _mm256_cvtepu8_epi32(_mm_srli_si128::<8>(x)));
+                let mask = _mm256_set1_epi32(mask);
+                [
+                    _mm256_and_si256(_mm256_srl_epi32(low, right), mask),
+                    _mm256_and_si256(_mm256_srl_epi32(high, right), mask),
+                ]
+            })
+        }
+        #[inline(always)]
+        fn mul_add(self, a: Pair<__m256i>, b: Pair<__m256i>, c: Pair<__m256i>) -> Pair<__m256i> {
+            with!(self, {
+                [
+                    _mm256_add_epi32(_mm256_mullo_epi32(a[0], b[0]), c[0]),
+                    _mm256_add_epi32(_mm256_mullo_epi32(a[1], b[1]), c[1]),
+                ]
+            })
+        }
+        #[inline(always)]
+        fn splat_f32(self, x: f32) -> Pair<__m256> {
+            with!(self, [_mm256_set1_ps(x); 2])
+        }
+        #[inline(always)]
+        fn halves(self, x: &[u8]) -> Pair<__m256> {
+            let x: &[u8; 32] = array(x);
+            with!(self, {
+                let x = x.as_ptr().cast::<__m128i>();
+                [_mm256_cvtph_ps(_mm_loadu_si128(x)), _mm256_cvtph_ps(_mm_loadu_si128(x.add(1)))]
+            })
+        }
+        #[inline(always)]
+        fn load(self, x: &[f32]) -> Pair<__m256> {
+            let x: &[f32; 16] = array(x);
+            with!(self, [_mm256_loadu_ps(x.as_ptr()), _mm256_loadu_ps(x.as_ptr().add(8))])
+        }
+        #[inline(always)]
+        fn store(self, x: Pair<__m256>, out: &mut [f32]) {
+            let out: &mut [f32; 16] = out.first_chunk_mut().expect("16 elements");
+            with!(self, {
+                _mm256_storeu_ps(out.as_mut_ptr(), x[0]);
+                _mm256_storeu_ps(out.as_mut_ptr().add(8), x[1]);
+            });
+        }
+        #[inline(always)]
+        fn float(self, x: Pair<__m256i>) -> Pair<__m256> {
+            with!(self, [_mm256_cvtepi32_ps(x[0]), _mm256_cvtepi32_ps(x[1])])
+        }
+        #[inline(always)]
+        fn mul(self, a: Pair<__m256>, b: Pair<__m256>) -> Pair<__m256> {
+            with!(self, [_mm256_mul_ps(a[0], b[0]), _mm256_mul_ps(a[1], b[1])])
+        }
+        #[inline(always)]
+        fn fma(self, a: Pair<__m256>, b: Pair<__m256>, c: Pair<__m256>) -> Pair<__m256> {
+            with!(self, [_mm256_fmadd_ps(a[0], b[0], c[0]), _mm256_fmadd_ps(a[1], b[1], c[1])])
+        }
+        #[inline(always)]
+        fn fnma(self, a: Pair<__m256>, b: Pair<__m256>, c: Pair<__m256>) -> Pair<__m256> {
+            with!(self, [_mm256_fnmadd_ps(a[0], b[0], c[0]), _mm256_fnmadd_ps(a[1], b[1], c[1])])
+        }
+    }
+
+    /// Pairs of products are added in i16, saturating: two of 127 * 127 or of 128 * 127 fit, two of 255 * 127 do not, so
+    /// the highest bit goes apart.
+    #[inline(always)]
+    fn half_dot(v: Avx2, wide: bool, sum: __m256i, q: __m256i, a: i32) -> __m256i {
+        with!(v, {
+            let (a, ones) = (_mm256_set1_epi32(a), _mm256_set1_epi16(1));
+            if wide {
+                let top = _mm256_set1_epi8(-128);
+                let high = _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_and_si256(q, top), a), ones);
+                let low = _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_andnot_si256(top, q), a), ones);
+                _mm256_add_epi32(sum, _mm256_add_epi32(high, low))
+            } else {
+                _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(q, a), ones))
+            }
+        })
+    }
+
+    /// Bytes of even and of odd place are multiplied in 16 bits each, and their parts put together again.
+    #[inline(always)]
+    fn half_scaled(v: Avx2, x: __m256i, scale: __m256i) -> (__m256i, __m256i) {
+        with!(v, {
+            let low = _mm256_set1_epi16(0xff);
+            let scale = _mm256_or_si256(
+                _mm256_srli_epi32::<16>(_mm256_slli_epi32::<16>(scale)),
+                _mm256_slli_epi32::<16>(scale),
+            );
+            let even = _mm256_mullo_epi16(_mm256_srai_epi16::<8>(_mm256_slli_epi16::<8>(x)), scale);
+            let odd = _mm256_mullo_epi16(_mm256_srai_epi16::<8>(x), scale);
+            let half = _mm256_set1_epi16(128);
+            let (up, down) = (_mm256_srli_epi16::<8>(_mm256_add_epi16(even, half)), _mm256_add_epi16(odd, half));
+            let low_bytes = _mm256_or_si256(_mm256_and_si256(even, low), _mm256_slli_epi16::<8>(odd));
+            (_mm256_or_si256(up, _mm256_andnot_si256(low, down)), low_bytes)
+        })
+    }
+
+    /// Eight independent products. Written out, as compilers would rather finish one row before they begin the next, and
+    /// then wait for every instruction's result: that is three times slower.
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
+    fn dots8(sums: &mut [__m512i; 8], q: __m512i, a: &[i32]) {
+        let a = &a[..7 * PITCH + 1];
+        let [s0, s1, s2, s3, s4, s5, s6, s7] = sums;
+        // SAFETY: the instructions are those of the function's features; the last word read is the slice's last.
+        unsafe {
+            std::arch::asm!(
+                "vpdpbusd {0}, {q}, dword ptr [{a}]{{1to16}}",
+                "vpdpbusd {1}, {q}, dword ptr [{a} + {pitch}]{{1to16}}",
+                "vpdpbusd {2}, {q}, dword ptr [{a} + 2 * {pitch}]{{1to16}}",
+                "vpdpbusd {3}, {q}, dword ptr [{a} + 3 * {pitch}]{{1to16}}",
+                "vpdpbusd {4}, {q}, dword ptr [{a} + 4 * {pitch}]{{1to16}}",
+                "vpdpbusd {5}, {q}, dword ptr [{a} + 5 * {pitch}]{{1to16}}",
+                "vpdpbusd {6}, {q}, dword ptr [{a} + 6 * {pitch}]{{1to16}}",
+                "vpdpbusd {7}, {q}, dword ptr [{a} + 7 * {pitch}]{{1to16}}",
+                inout(zmm_reg) *s0, inout(zmm_reg) *s1, inout(zmm_reg) *s2, inout(zmm_reg) *s3,
+                inout(zmm_reg) *s4, inout(zmm_reg) *s5, inout(zmm_reg) *s6, inout(zmm_reg) *s7,
+                q = in(zmm_reg) q, a = in(reg) a.as_ptr(), pitch = const 4 * PITCH,
+                options(readonly, nostack, preserves_flags),
+            );
+        }
+    }
+
+    impl Integers for Vnni {
+        const ROWS: usize = 8;
+        const TILES: bool = true;
+        type B = __m512i;
+        type I = __m512i;
+        type F = __m512;
+
+        #[inline(always)]
+        fn bytes(self, x: &[u8]) -> __m512i {
+            let x: &[u8; 64] = array(x);
+            with!(self, _mm512_loadu_si512(x.as_ptr().cast()))
+        }
+        #[inline(always)]
+        fn store_bytes(self, x: __m512i, out: &mut [u8]) {
+            let out: &mut [u8; 64] = out.first_chunk_mut().expect("64 bytes");
+            with!(self, _mm512_storeu_si512(out.as_mut_ptr().cast(), x));
+        }
+        #[inline(always)]
+        fn field(self, x: __m512i, right: u32, left: u32, mask: u8) -> __m512i {
+            with!(self, {
+                let (right, left) = (_mm_cvtsi32_si128(right as i32), _mm_cvtsi32_si128(left as i32));
+                _mm512_and_si512(_mm512_sll_epi16(_mm512_srl_epi16(x, right), left), _mm512_set1_epi8(mask as i8))
+            })
+        }
+        #[inline(always)]
+        fn or(self, a: __m512i, b: __m512i) -> __m512i {
+            with!(self, _mm512_or_si512(a, b))
+        }
+        #[inline(always)]
+        fn sub_bytes(self, x: __m512i, by: u8) -> __m512i {
+            with!(self, _mm512_sub_epi8(x, _mm512_set1_epi8(by as i8)))
+        }
+        #[inline(always)]
+        fn scaled(self, x: __m512i, scale: __m512i) -> (__m512i, __m512i) {
+            with!(self, {
+                let low = _mm512_set1_epi16(0xff);
+                let low_word = _mm512_srli_epi32::<16>(_mm512_slli_epi32::<16>(scale));
+                let scale = _mm512_or_si512(low_word, _mm512_slli_epi32::<16>(scale));
+                let even = _mm512_mullo_epi16(_mm512_srai_epi16::<8>(_mm512_slli_epi16::<8>(x)), scale);
+                let odd = _mm512_mullo_epi16(_mm512_srai_epi16::<8>(x), scale);
+                let half = _mm512_set1_epi16(128);
+                let (up, down) = (_mm512_srli_epi16::<8>(_mm512_add_epi16(even, half)), _mm512_add_epi16(odd, half));
+                let low_bytes = _mm512_or_si512(_mm512_and_si512(even, low), _mm512_slli_epi16::<8>(odd));
+                (_mm512_or_si512(up, _mm512_andnot_si512(low, down)), low_bytes)
+            })
+        }
+        #[inline(always)]
+        fn lookup(self, table: &[u8; 16], x: __m512i) -> __m512i {
+            with!(self, {
+                let table = _mm512_broadcast_i32x4(_mm_loadu_si128(table.as_ptr().cast()));
+                _mm512_shuffle_epi8(table, x)
+            })
+        }
+        #[inline(always)]
+        fn dots<const R: usize>(self, _: bool, sums: &mut [__m512i; R], q: __m512i, a: &[i32]) {
+            assert!(R == 0 || a.len() > (R - 1) * PITCH);
+            if let Some(sums) = sums.as_mut_slice().as_mut_array::<8>() {
+                with!(self, dots8(sums, q, a));
+                return;
+            }
+            for r in 0..R {
+                sums[r] = with!(self, _mm512_dpbusd_epi32(sums[r], q, _mm512_set1_epi32(a[r * PITCH])));
+            }
+        }
+        #[inline(always)]
+        fn splat(self, x: i32) -> __m512i {
+            with!(self, _mm512_set1_epi32(x))
+        }
+        #[inline(always)]
+        fn load_i32(self, x: &[i32]) -> __m512i {
+            self.bytes(bytemuck::cast_slice(x))
+        }
+        #[inline(always)]
+        fn signed(self, x: &[u8]) -> __m512i {
+            let x: &[u8; 16] = array(x);
+            with!(self, _mm512_cvtepi8_epi32(_mm_loadu_si128(x.as_ptr().cast())))
+        }
+        #[inline(always)]
+        fn unsigned(self, x: &[u8], right: u32, mask: i32) -> __m512i {
+            let x: &[u8; 16] = array(x);
+            with!(self, {
+                let x = _mm512_cvtepu8_epi32(_mm_loadu_si128(x.as_ptr().cast()));
+                _mm512_and_si512(_mm512_srl_epi32(x, _mm_cvtsi32_si128(right as i32)), _mm512_set1_epi32(mask))
+            })
+        }
+        #[inline(always)]
+        fn mul_add(self, a: __m512i, b: __m512i, c: __m512i) -> __m512i {
+            with!(self, _mm512_add_epi32(_mm512_mullo_epi32(a, b), c))
+        }
+        #[inline(always)]
+        fn splat_f32(self, x: f32) -> __m512 {
+            with!(self, _mm512_set1_ps(x))
+        }
+        #[inline(always)]
+        fn halves(self, x: &[u8]) -> __m512 {
+            let x: &[u8; 32] = array(x);
+            with!(self, _mm512_cvtph_ps(_mm256_loadu_si256(x.as_ptr().cast())))
+        }
+        #[inline(always)]
+        fn load(self, x: &[f32]) -> __m512 {
+            let x: &[f32; 16] = array(x);
+            with!(self, _mm512_loadu_ps(x.as_ptr()))
+        }
+        #[inline(always)]
+        fn store(self, x: __m512, out: &mut [f32]) {
+            let out: &mut [f32; 16] = out.first_chunk_mut().expect("16 elements");
+            with!(self, _mm512_storeu_ps(out.as_mut_ptr(), x));
+        }
+        #[inline(always)]
+        fn float(self, x: __m512i) -> __m512 {
+            with!(self, _mm512_cvtepi32_ps(x))
+        }
+        #[inline(always)]
+        fn mul(self, a: __m512, b: __m512) -> __m512 {
+            with!(self, _mm512_mul_ps(a, b))
+        }
+        #[inline(always)]
+        fn fma(self, a: __m512, b: __m512, c: __m512) -> __m512 {
+            with!(self, _mm512_fmadd_ps(a, b, c))
+        }
+        #[inline(always)]
+        fn fnma(self, a: __m512, b: __m512, c: __m512) -> __m512 {
+            with!(self, _mm512_fnmadd_ps(a, b, c))
+        }
+    }
+}

@@ -1,0 +1,316 @@
+//! Sixteen weight rows times some rows of activations.
+
+use std::marker::PhantomData;
+
+use super::pack::{Cell, LANES, Packed, SUPER};
+use super::{Activations, FEW, MANY, PANELS, TILED};
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::arch::Amx;
+use crate::cpu::exec::Cpu;
+use crate::cpu::integers::{IntKernel, Integers};
+use crate::tensor::{BlockFormat, IQ4_VALUES};
+
+/// Rows in memory for `rows` of them: what the kernels take at a time, at any level.
+pub(super) fn padded(rows: usize) -> usize {
+    match rows {
+        0..=FEW => rows.next_power_of_two(),
+        _ => rows.next_multiple_of(MANY),
+    }
+}
+
+/// Adds to `sums`, `[panels, rows, 16]`, the product of the panels from `first` on and all rows of `acts`.
+pub(super) fn run(cpu: &Cpu, acts: &[Activations], w: &Packed, first: usize, rows: usize, sums: &mut [f32]) {
+    macro_rules! go {
+        ($codes:ty, $scales:ty) => {
+            cpu.run_ints(Product {
+                acts,
+                w,
+                first,
+                rows,
+                sums,
+                #[cfg(target_arch = "x86_64")]
+                amx: cpu.amx(),
+                of: PhantomData::<($codes, $scales)>,
+            })
+        };
+    }
+    match w.format() {
+        BlockFormat::Q4_0 => go!(Bits<4, 0>, Halves<false>),
+        BlockFormat::Q4_1 => go!(Bits<4, 0>, Halves<true>),
+        BlockFormat::Q5_0 => go!(Bits<4, 1>, Halves<false>),
+        BlockFormat::Q5_1 => go!(Bits<4, 1>, Halves<true>),
+        BlockFormat::Q8_0 => go!(Plain<true>, Halves<false>),
+        BlockFormat::Q2K => go!(Bits<2, 0>, Bytes<2, true>),
+        BlockFormat::Q3K => go!(Bits<2, 1>, Bytes<2, false>),
+        BlockFormat::Q4K => go!(Bits<4, 0>, Bytes<1, true>),
+        BlockFormat::Q5K => go!(Bits<4, 1>, Bytes<1, true>),
+        BlockFormat::Q6K => go!(Bits<4, 2>, Bytes<2, false>),
+        BlockFormat::Iq4Xs => go!(Table, Bytes<1, false>),
+    }
+}
+
+/// How a group's codes are stored.
+pub(super) trait Codes: 'static {
+    /// Bytes per group.
+    const BYTES: usize;
+    /// Whether codes reach past 127.
+    const WIDE: bool;
+    /// The same codes, a byte each.
+    type Plain: Codes;
+    /// Codes of elements `4 * I..4 * I + 4` of a group, of 16 rows.
+    fn read<V: Integers, const I: usize>(v: V, group: &[u8]) -> V::B;
+}
+
+/// A low plane and a high plane of so many bits.
+struct Bits<const LOW: usize, const HIGH: usize>;
+
+impl<const LOW: usize, const HIGH: usize> Codes for Bits<LOW, HIGH> {
+    const BYTES: usize = 4 * LANES * (LOW + HIGH);
+    const WIDE: bool = false;
+    type Plain = Plain<false>;
+    #[inline(always)]
+    fn read<V: Integers, const I: usize>(v: V, group: &[u8]) -> V::B {
+        let (low, high) = group.split_at(4 * LANES * LOW);
+        let plane = v.bytes(&low[4 * LANES * (I * LOW / 8)..]);
+        let codes = v.field(plane, (I * LOW % 8) as u32, 0, (1 << LOW) - 1);
+        if HIGH == 0 {
+            return codes;
+        }
+        let (plane, at) = (v.bytes(&high[4 * LANES * (I * HIGH / 8)..]), I * HIGH % 8);
+        let (right, left) = (at.saturating_sub(LOW) as u32, LOW.saturating_sub(at) as u32);
+        v.or(codes, v.field(plane, right, left, ((1 << HIGH) - 1) << LOW))
+    }
+}
+
+/// Four bits that number the values of IQ4_XS.
+struct Table;
+
+impl Codes for Table {
+    const BYTES: usize = Bits::<4, 0>::BYTES;
+    const WIDE: bool = true;
+    type Plain = Plain<true>;
+    #[inline(always)]
+    fn read<V: Integers, const I: usize>(v: V, group: &[u8]) -> V::B {
+        const UNSIGNED: [u8; 16] = {
+            let (mut table, mut i) = ([0; 16], 0);
+            while i < 16 {
+                table[i] = IQ4_VALUES[i] as u8 ^ 0x80;
+                i += 1;
+            }
+            table
+        };
+        v.lookup(&UNSIGNED, Bits::<4, 0>::read::<V, I>(v, group))
+    }
+}
+
+/// A byte each.
+struct Plain<const WIDE: bool>;
+
+impl<const WIDE: bool> Codes for Plain<WIDE> {
+    const BYTES: usize = 4 * LANES * 8;
+    const WIDE: bool = WIDE;
+    type Plain = Self;
+    #[inline(always)]
+    fn read<V: Integers, const I: usize>(v: V, group: &[u8]) -> V::B {
+        v.bytes(&group[4 * LANES * I..])
+    }
+}
+
+/// How codes are scaled.
+pub(super) trait Scales: 'static {
+    /// Sub-blocks with a scale of their own per group of 32.
+    const SUBS: usize;
+    const MIN: bool;
+    /// Whether the scales of sub-blocks are integers; else f16.
+    const INTEGERS: bool;
+
+    /// Bytes per group.
+    #[inline(always)]
+    fn bytes() -> usize {
+        match (Self::INTEGERS, Self::SUBS, Self::MIN) {
+            (false, _, false) | (true, 2, _) | (true, _, true) => 2 * LANES,
+            (false, _, true) => 4 * LANES,
+            (true, _, false) => LANES,
+        }
+    }
+
+    /// Integer scale and minimum of a sub-block: side by side, or in the nibbles of one byte.
+    #[inline(always)]
+    fn read<V: Integers>(v: V, group: &[u8], sub: usize) -> (V::I, V::I) {
+        let own = &group[sub * LANES..];
+        match (Self::MIN, Self::SUBS) {
+            (false, _) => (v.signed(own), v.splat(0)),
+            (true, 1) => (v.signed(own), v.unsigned(&own[LANES..], 0, 0xff)),
+            (true, _) => (v.unsigned(own, 0, 15), v.unsigned(own, 4, 15)),
+        }
+    }
+}
+
+/// f16 per group.
+struct Halves<const MIN: bool>;
+/// A byte per sub-block, and f16 per cell.
+struct Bytes<const SUBS: usize, const MIN: bool>;
+
+impl<const MIN: bool> Scales for Halves<MIN> {
+    const SUBS: usize = 1;
+    const MIN: bool = MIN;
+    const INTEGERS: bool = false;
+}
+
+impl<const SUBS: usize, const MIN: bool> Scales for Bytes<SUBS, MIN> {
+    const SUBS: usize = SUBS;
+    const MIN: bool = MIN;
+    const INTEGERS: bool = true;
+}
+
+struct Product<'a, C, S> {
+    /// `[cells, rows]`
+    acts: &'a [Activations],
+    w: &'a Packed,
+    first: usize,
+    rows: usize,
+    sums: &'a mut [f32],
+    #[cfg(target_arch = "x86_64")]
+    amx: Option<Amx>,
+    of: PhantomData<(C, S)>,
+}
+
+impl<C: Codes, S: Scales> IntKernel for Product<'_, C, S> {
+    type Out = ();
+    #[inline(always)]
+    fn run<V: Integers>(self, v: V) {
+        let Self { acts, w, first, rows, sums, .. } = self;
+        if rows <= FEW {
+            for (p, sums) in sums.chunks_exact_mut(rows * LANES).enumerate() {
+                let panel = w.panel(first + p);
+                for (s, acts) in acts.chunks_exact(rows).enumerate() {
+                    strip::<V, C, S>(v, w.cell(panel, s), acts, sums);
+                }
+            }
+            return;
+        }
+        #[cfg(target_arch = "x86_64")]
+        if V::TILES
+            && rows >= TILED
+            && let Some(amx) = self.amx
+        {
+            return super::tiles::run::<V, C, S>(v, amx, acts, w, first, rows, sums);
+        }
+        let mut plain = [[0u8; 4 * LANES * SUPER / 4]; PANELS];
+        for (s, acts) in acts.chunks_exact(rows).enumerate() {
+            for (p, plain) in plain.iter_mut().enumerate().take(sums.len() / (rows * LANES)) {
+                unpack::<V, C>(v, w.cell(w.panel(first + p), s), plain);
+            }
+            // A few rows at a time against all panels: their activations come from afar, the codes do not.
+            for (r, acts) in acts.chunks_exact(FEW).enumerate() {
+                for (p, sums) in sums.chunks_exact_mut(rows * LANES).enumerate() {
+                    let cell = w.cell(w.panel(first + p), s);
+                    let cell = Cell { codes: &plain[p][..cell.groups * Plain::<false>::BYTES], ..cell };
+                    strip::<V, C::Plain, S>(v, cell, acts, &mut sums[r * FEW * LANES..][..FEW * LANES]);
+                }
+            }
+        }
+    }
+}
+
+/// Calls `$body` with `$i` standing for each number.
+macro_rules! each {
+    ($i:ident in [$($n:literal)*] $body:block) => {$({
+        const $i: usize = $n;
+        $body
+    })*};
+}
+pub(super) use each;
+
+/// Writes a cell's codes, a byte each.
+#[inline(always)]
+fn unpack<V: Integers, C: Codes>(v: V, cell: Cell<'_>, out: &mut [u8]) {
+    let groups = cell.codes.chunks_exact(C::BYTES);
+    for (group, out) in groups.zip(out.chunks_exact_mut(Plain::<false>::BYTES)) {
+        each!(I in [0 1 2 3 4 5 6 7] { v.store_bytes(C::read::<V, I>(v, group), &mut out[4 * LANES * I..]); });
+    }
+}
+
+/// A cell times 1, 2, 4 or 8 rows, as many at a time as the level holds.
+#[inline(always)]
+fn strip<V: Integers, C: Codes, S: Scales>(v: V, cell: Cell<'_>, acts: &[Activations], sums: &mut [f32]) {
+    let most = V::ROWS.min(acts.len()).max(1);
+    for (acts, sums) in acts.chunks_exact(most).zip(sums.chunks_exact_mut(most * LANES)) {
+        match most {
+            1 => tile::<V, C, S, 1>(v, cell, acts, sums),
+            2 => tile::<V, C, S, 2>(v, cell, acts, sums),
+            4 => tile::<V, C, S, 4>(v, cell, acts, sums),
+            _ => tile::<V, C, S, 8>(v, cell, acts, sums),
+        }
+    }
+}
+
+/// A cell times `R` rows.
+#[inline(always)]
+fn tile<V: Integers, C: Codes, S: Scales, const R: usize>(
+    v: V,
+    cell: Cell<'_>,
+    acts: &[Activations],
+    sums: &mut [f32],
+) {
+    if R > V::ROWS {
+        return; // Never called: `strip` has cut the rows. Without this it would be compiled for every level.
+    }
+    let rows: &[Activations; R] = acts.first_chunk().expect("R rows");
+    let words: &[i32] = bytemuck::cast_slice(rows);
+    // Integer scales: sums of the cell. f16 scales: `t` of the cell.
+    let (mut whole, mut minima, mut t) = ([v.splat(0); R], [v.splat_f32(0.0); R], [v.splat_f32(0.0); R]);
+    let groups = cell.codes.chunks_exact(C::BYTES).zip(cell.scales.chunks_exact(S::bytes()));
+    for (g, (group, scales)) in groups.enumerate().take(SUPER / 32) {
+        let mut part = [[v.splat(0); R]; 2];
+        if !S::MIN {
+            for sub in 0..S::SUBS {
+                for r in 0..R {
+                    part[sub][r] = v.splat(rows[r].sums[S::SUBS * g + sub]);
+                }
+            }
+        }
+        each!(I in [0 1 2 3 4 5 6 7] {
+            v.dots(C::WIDE, &mut part[I * S::SUBS / 8], C::read::<V, I>(v, group), &words[8 * g + I..]);
+        });
+        if !S::INTEGERS {
+            let d = v.halves(scales);
+            for r in 0..R {
+                t[r] = v.fma(d, v.float(part[0][r]), t[r]);
+            }
+            if S::MIN {
+                let m = v.halves(&scales[2 * LANES..]);
+                for r in 0..R {
+                    t[r] = v.fma(m, v.splat_f32(rows[r].sum(g)), t[r]);
+                }
+            }
+        } else {
+            for sub in 0..S::SUBS {
+                let (scale, min) = S::read(v, scales, sub);
+                for r in 0..R {
+                    whole[r] = v.mul_add(part[sub][r], scale, whole[r]);
+                    if S::MIN {
+                        // Exact, as the sum stays below 2^24.
+                        minima[r] = v.fma(v.float(min), v.splat_f32(rows[r].sum(S::SUBS * g + sub)), minima[r]);
+                    }
+                }
+            }
+        }
+    }
+    if S::INTEGERS {
+        let d = v.halves(cell.shared);
+        for r in 0..R {
+            t[r] = v.mul(d, v.float(whole[r]));
+        }
+        if S::MIN {
+            let m = v.halves(&cell.shared[2 * LANES..]);
+            for r in 0..R {
+                t[r] = v.fnma(m, minima[r], t[r]);
+            }
+        }
+    }
+    for r in 0..R {
+        let sum = &mut sums[r * LANES..][..LANES];
+        v.store(v.fma(t[r], v.splat_f32(rows[r].scale), v.load(sum)), sum);
+    }
+}

@@ -1,0 +1,92 @@
+//! Products with weights in GGUF's block formats.
+
+use crate::cpu;
+use crate::error::{Error, Result};
+use crate::exec::Exec;
+use crate::tensor::{BlockFormat, Dims, TensorMut, TensorRef};
+
+/// Weights of a linear layer in a block format, in the order the kernels read; made once, by [`BlockWeights::pack`].
+pub struct BlockWeights(cpu::gemm::blocks::Packed);
+
+impl BlockWeights {
+    /// Repacks the rows of a GGUF tensor: `n` of them, each of `k` elements, whole blocks.
+    ///
+    /// The packed form is at most 3.6 % larger (see [`Self::bytes`]), rows made up to a multiple of 16.
+    pub fn pack(exec: &Exec, format: BlockFormat, data: &[u8], n: usize, k: usize) -> Result<Self> {
+        match exec {
+            Exec::Cpu(cpu) => cpu::gemm::blocks::Packed::new(cpu, "BlockWeights::pack", format, data, n, k).map(Self),
+        }
+    }
+
+    /// Bytes of the packed form: what a product with few rows reads.
+    pub fn bytes(&self) -> usize {
+        self.0.bytes()
+    }
+
+    /// `[n, k]`
+    pub fn shape(&self) -> [usize; 2] {
+        [self.0.n(), self.0.k()]
+    }
+
+    /// Format of the blocks.
+    pub fn format(&self) -> BlockFormat {
+        self.0.format()
+    }
+}
+
+impl std::fmt::Debug for BlockWeights {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("BlockWeights").field("format", &self.format()).field("shape", &self.shape()).finish()
+    }
+}
+
+/// Multiplies the rows of `x`, quantized to 8 bits, by block-quantized weights, one output per weight row.
+///
+/// Each 256 elements of a row of `x` (the last ones may be fewer) have a scale:
+///
+/// `sa = max|x| / 127`, `a = round(x / sa)`, ties to even, within ±127; zeros if `sa` is 0
+///
+/// With `isum` the integer dot product of `a` and the codes that share a scale, and `asum` the sum of that `a`, both
+/// exact, such 256 elements add `t * sa` to an output in one fused step, where
+///
+/// * blocks of 32: `t = Σ_b d[b] * isum[b] + m[b] * asum[b]`, in order of `b`, each term in one fused step
+/// * blocks of 256: `t = d * Σ_j sc[j] * isum[j] - dmin * Σ_j min[j] * asum[j]`, integer sums exact, each rounded to
+///   f32; the first product rounded, then the second subtracted in one fused step
+///
+/// All of it is the same at every level and for every number of rows and threads: so are the bits of `out`. A row of `x`
+/// that is not finite gives NaN.
+///
+/// * `x`: `[m, k]`, f32, f16 or bf16; rows contiguous
+/// * `w`: `[n, k]`
+/// * `out`: `[m, n]`, f32, f16 or bf16; rows contiguous
+pub fn block_gemm(exec: &Exec, x: TensorRef<'_>, w: &BlockWeights, out: TensorMut<'_>) -> Result<()> {
+    let [n, k] = w.shape();
+    Dims::of("block_gemm").bind("x", &x, &["m", "k"])?.axis("w", "n", n)?.axis("w", "k", k)?.bind(
+        "out",
+        &out,
+        &["m", "n"],
+    )?;
+    match exec {
+        Exec::Cpu(cpu) => cpu::gemm::blocks::gemm(cpu, x, &w.0, out),
+    }
+}
+
+/// Dequantizes rows of GGUF blocks, as an embedding's lookup needs them; see [`BlockFormat`] for the values.
+///
+/// Values are computed in f32, products exactly; then rounded to the type of `out`.
+///
+/// * `data`: the bytes of `rows` rows
+/// * `out`: `[rows, k]`, f32, f16 or bf16; `k` whole blocks; rows contiguous
+pub fn dequantize_blocks(exec: &Exec, format: BlockFormat, data: &[u8], out: TensorMut<'_>) -> Result<()> {
+    const OP: &str = "dequantize_blocks";
+    let mut dims = Dims::of(OP);
+    dims.bind("out", &out, &["rows", "k"])?;
+    let (rows, row_bytes) = (dims.get("rows"), format.row_bytes(OP, dims.get("k"))?);
+    if rows.checked_mul(row_bytes) != Some(data.len()) {
+        let want = format!("{rows} rows of {row_bytes} bytes ({} elements of {format})", dims.get("k"));
+        return Err(Error::value(OP, "data.len()", data.len(), want));
+    }
+    match exec {
+        Exec::Cpu(cpu) => cpu::gemm::blocks::dequantize(cpu, OP, format, data, out),
+    }
+}

@@ -1,0 +1,339 @@
+use fir::exec::Level;
+use fir::gemm::{BlockFormat, BlockWeights, block_gemm, dequantize_blocks};
+use fir::reference::{Precision, gemm as reference};
+use fir::testing::Rng;
+use fir::{DType, Exec, Tensor, TensorMut, TensorRef};
+use half::f16;
+use proptest::prelude::*;
+
+use crate::support::{FLOATS, assert_matches, every_exec};
+
+/// `[blocks, bytes]` of every format, and the f32 values that the `gguf` package gives them; see `make_blocks.py`.
+const GOLDEN: &[u8] = include_bytes!("../golden/blocks.safetensors");
+
+/// Where blocks hold f16 numbers.
+fn halves(format: BlockFormat) -> &'static [usize] {
+    match format.name() {
+        "Q4_1" | "Q5_1" | "Q4_K" | "Q5_K" => &[0, 2],
+        "Q2_K" => &[80, 82],
+        "Q3_K" => &[108],
+        "Q6_K" => &[208],
+        _ => &[0],
+    }
+}
+
+/// Random codes and scales; f16 numbers of both signs around 0.01.
+fn random_blocks(rng: &mut Rng, format: BlockFormat, n: usize, k: usize) -> Vec<u8> {
+    let mut data: Vec<u8> = (0..n * k / format.elements() * format.bytes()).map(|_| rng.bits() as u8).collect();
+    for block in data.chunks_exact_mut(format.bytes()) {
+        for &at in halves(format) {
+            block[at..at + 2].copy_from_slice(&f16::from_f32(rng.normal() * 0.01).to_le_bytes());
+        }
+    }
+    data
+}
+
+fn product(exec: &Exec, x: TensorRef<'_>, w: &BlockWeights, out: DType) -> Tensor {
+    let mut out = Tensor::zeros(out, &[x.shape()[0], w.shape()[0]]).unwrap();
+    block_gemm(exec, x, w, out.view_mut()).unwrap();
+    out
+}
+
+/// Bits of f32 results; every NaN counts as the same.
+fn bits(out: &Tensor) -> Vec<u32> {
+    out.as_slice::<f32>().unwrap().iter().map(|x| if x.is_nan() { !0 } else { x.to_bits() }).collect()
+}
+
+#[test]
+fn dequantized_blocks_are_the_golden_ones_bit_for_bit() {
+    let golden = safetensors::SafeTensors::deserialize(GOLDEN).unwrap();
+    every_exec(|exec| {
+        for format in BlockFormat::ALL {
+            let blocks = golden.tensor(&format!("{format}.blocks")).unwrap();
+            let want = golden.tensor(&format!("{format}.values")).unwrap();
+            let want: Vec<f32> =
+                want.data().chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect();
+            let rows = blocks.shape()[0];
+            assert_eq!(blocks.shape()[1], format.bytes());
+            let mut out = Tensor::zeros(DType::F32, &[rows, format.elements()]).unwrap();
+            dequantize_blocks(exec, format, blocks.data(), out.view_mut()).unwrap();
+            let got = out.as_slice::<f32>().unwrap();
+            for (i, (got, want)) in got.iter().zip(&want).enumerate() {
+                assert_eq!(got.to_bits(), want.to_bits(), "{format} element {i}: {got}, want {want}");
+            }
+            let exact = reference::dequantize_blocks(Precision::Naive(DType::F32), format, blocks.data());
+            assert!(exact.iter().zip(&want).all(|(&e, &w)| e as f32 == w), "{format}");
+            for dtype in FLOATS {
+                let mut out = Tensor::zeros(dtype, &[rows, format.elements()]).unwrap();
+                dequantize_blocks(exec, format, blocks.data(), out.view_mut()).unwrap();
+                let want = Tensor::from_f32(dtype, &want, &[rows, format.elements()]).unwrap();
+                assert_eq!(out.view().to_f32_vec().unwrap(), want.view().to_f32_vec().unwrap(), "{format} {dtype}");
+            }
+        }
+    });
+}
+
+#[test]
+fn rows_of_many_blocks_dequantize_in_order() {
+    let exec = Exec::cpu().unwrap();
+    let mut rng = Rng::new(1);
+    for format in BlockFormat::ALL {
+        let (rows, k) = (70, 3 * format.elements());
+        let data = random_blocks(&mut rng, format, rows, k);
+        let mut out = vec![-9.5f32; rows * (k + 5)];
+        let view = TensorMut::strided(&mut out, &[rows, k], &[k + 5, 1]).unwrap();
+        dequantize_blocks(&exec, format, &data, view).unwrap();
+        let want = reference::dequantize_blocks(Precision::Naive(DType::F32), format, &data);
+        for (got, want) in out.chunks_exact(k + 5).zip(want.chunks_exact(k)) {
+            assert!(got.iter().zip(want).all(|(&g, &w)| f64::from(g) == w));
+            assert_eq!(got[k..], [-9.5; 5]);
+        }
+    }
+}
+
+#[test]
+fn matches_reference_for_every_format_and_number_of_rows() {
+    let mut rng = Rng::new(2);
+    // From one block to several superblocks and, for blocks of 32, part of one.
+    let cases: Vec<(usize, usize, usize)> = [1, 2, 3, 5, 8, 16, 17, 40, 100]
+        .into_iter()
+        .enumerate()
+        .map(|(i, m)| (m, [1, 16, 37, 50, 67][i % 5], [1, 3, 2, 4][i % 4]))
+        .collect();
+    let data: Vec<_> = BlockFormat::ALL
+        .into_iter()
+        .flat_map(|format| cases.iter().map(move |&case| (format, case)))
+        .enumerate()
+        .map(|(i, (format, (m, n, blocks)))| {
+            let k = if format.elements() == 32 { [32, 256, 288, 736][blocks - 1] } else { 256 * blocks };
+            let x = rng.tensor(FLOATS[i % 3], &[m, k]);
+            let data = random_blocks(&mut rng, format, n, k);
+            let exact = reference::block_gemm(Precision::Exact, x.view(), format, &data, n).unwrap();
+            let naive = reference::block_gemm(Precision::Naive(FLOATS[i / 3 % 3]), x.view(), format, &data, n).unwrap();
+            (format, x, n, FLOATS[i / 3 % 3], data, exact, naive)
+        })
+        .collect();
+    every_exec(|exec| {
+        for (format, x, n, dtype, data, exact, naive) in &data {
+            let w = BlockWeights::pack(exec, *format, data, *n, x.shape()[1]).unwrap();
+            let out = product(exec, x.view(), &w, *dtype);
+            let what = format!("{exec:?} {format} {:?} n {n} {} to {dtype}", x.shape(), x.dtype());
+            assert_matches(&what, out.view(), *n, |p| {
+                Ok(if p == Precision::Exact { exact.clone() } else { naive.clone() })
+            });
+        }
+    });
+}
+
+#[test]
+fn the_packed_form_is_hardly_larger_than_the_file() {
+    let exec = Exec::cpu().unwrap();
+    for format in BlockFormat::ALL {
+        let data = vec![0; 32 * 2048 / format.elements() * format.bytes()];
+        let w = BlockWeights::pack(&exec, format, &data, 32, 2048).unwrap();
+        assert_eq!((w.shape(), w.format()), ([32, 2048], format));
+        assert!(w.bytes() >= data.len() && w.bytes() * 1000 <= data.len() * 1037, "{format}: {}", w.bytes());
+        if format.elements() == 32 {
+            assert_eq!(w.bytes(), data.len(), "{format}");
+        }
+    }
+}
+
+/// Largest codes, scales and activations: where an integer sum would wrap or saturate first.
+#[test]
+fn extreme_codes_and_scales_match_the_reference() {
+    let mut rng = Rng::new(3);
+    for fill in [0x00, 0xff, 0x80, 0x7f] {
+        for format in BlockFormat::ALL {
+            let (m, n, k) = (9, 16, 512);
+            let mut data = vec![fill; n * k / format.elements() * format.bytes()];
+            for block in data.chunks_exact_mut(format.bytes()) {
+                for &at in halves(format) {
+                    // The largest, the least subnormal, negative ones.
+                    let bits = [0x7bffu16, 0xfbff, 0x0001, 0x83ff, 0x3c00][rng.below(5)];
+                    block[at..at + 2].copy_from_slice(&bits.to_le_bytes());
+                }
+            }
+            let sign = |i: usize| if i / k % 3 == 1 && i % 2 == 1 { -1.0 } else { 1.0 };
+            let x: Vec<f32> = (0..m * k).map(|i| sign(i) * [1.0, -1.0][i / k % 2]).collect();
+            let x = Tensor::from_slice(&x, &[m, k]).unwrap();
+            every_exec(|exec| {
+                let w = BlockWeights::pack(exec, format, &data, n, k).unwrap();
+                let out = product(exec, x.view(), &w, DType::F32);
+                assert_matches(&format!("{exec:?} {format} of {fill:#x}"), out.view(), n, |p| {
+                    reference::block_gemm(p, x.view(), format, &data, n)
+                });
+            });
+        }
+    }
+}
+
+#[test]
+fn what_is_not_finite_spoils_its_row_or_column_alone() {
+    let mut rng = Rng::new(4);
+    for format in BlockFormat::ALL {
+        let (m, n, k) = (11, 20, 512);
+        let mut x = rng.normals(m * k);
+        let mut data = random_blocks(&mut rng, format, n, k);
+        let clean =
+            reference::block_gemm(Precision::Exact, TensorRef::new(&x, &[m, k]).unwrap(), format, &data, n).unwrap();
+        x[3 * k + 5] = f32::NAN;
+        x[7 * k + 500] = f32::INFINITY;
+        let row_bytes = data.len() / n;
+        for (j, bits) in [(2, 0x7c00u16), (17, 0x7e00)] {
+            data[j * row_bytes + halves(format)[0]..][..2].copy_from_slice(&bits.to_le_bytes());
+        }
+        every_exec(|exec| {
+            let w = BlockWeights::pack(exec, format, &data, n, k).unwrap();
+            let out = product(exec, TensorRef::new(&x, &[m, k]).unwrap(), &w, DType::F32);
+            for (i, (&got, &clean)) in out.as_slice::<f32>().unwrap().iter().zip(&clean).enumerate() {
+                let (row, column) = (i / n, i % n);
+                match (row, column) {
+                    (3 | 7, _) => assert!(got.is_nan(), "{format} [{row}, {column}] = {got}"),
+                    (_, 2 | 17) => assert!(!got.is_finite(), "{format} [{row}, {column}] = {got}"),
+                    _ => assert!((f64::from(got) - clean).abs() < 1e-3 * (1.0 + clean.abs()), "{format} {got} {clean}"),
+                }
+            }
+        });
+    }
+}
+
+#[test]
+fn tiny_and_huge_activations_keep_their_definition() {
+    let mut rng = Rng::new(5);
+    // Subnormal scales, rounded by as much as a third; zeros; the largest numbers.
+    for x in [190.0 * 1e-45, 60.0 * 1e-45, 1e-40, 0.0, -0.0, 1e38, f32::MAX] {
+        let x: Vec<f32> = (0..3 * 256).map(|_| x * (rng.below(3) as f32 - 1.0)).collect();
+        let x = Tensor::from_slice(&x, &[3, 256]).unwrap();
+        let data = random_blocks(&mut rng, BlockFormat::Q6K, 5, 256);
+        every_exec(|exec| {
+            let w = BlockWeights::pack(exec, BlockFormat::Q6K, &data, 5, 256).unwrap();
+            let out = product(exec, x.view(), &w, DType::F32);
+            let want = reference::block_gemm(Precision::Exact, x.view(), BlockFormat::Q6K, &data, 5).unwrap();
+            for (&got, want) in out.as_slice::<f32>().unwrap().iter().zip(want) {
+                let want = want as f32;
+                let near = (got - want).abs() <= want.abs() * 1e-6 + 1e-44;
+                assert!(near || got == want, "{exec:?}: {got}, want {want}");
+            }
+        });
+    }
+}
+
+#[test]
+fn rows_apart_match_reference_and_gaps_stay() {
+    let mut rng = Rng::new(6);
+    let data = random_blocks(&mut rng, BlockFormat::Q5_0, 35, 64);
+    let x = rng.normals(12 * 70);
+    let x = TensorRef::strided(&x, &[12, 64], &[70, 1]).unwrap();
+    every_exec(|exec| {
+        let w = BlockWeights::pack(exec, BlockFormat::Q5_0, &data, 35, 64).unwrap();
+        let mut out = vec![-9.5f32; 12 * 40];
+        block_gemm(exec, x, &w, TensorMut::strided(&mut out, &[12, 35], &[40, 1]).unwrap()).unwrap();
+        let got = TensorRef::strided(&out, &[12, 35], &[40, 1]).unwrap();
+        assert_matches(&format!("{exec:?}"), got, 35, |p| reference::block_gemm(p, x, BlockFormat::Q5_0, &data, 35));
+        assert_eq!(out.iter().filter(|&&x| x == -9.5).count(), 12 * 5);
+    });
+}
+
+#[test]
+fn empty_sides_give_zeros_or_nothing() {
+    every_exec(|exec| {
+        for (m, n, k) in [(0, 3, 256), (3, 0, 256), (3, 4, 0), (0, 0, 0), (30, 100, 0)] {
+            for format in BlockFormat::ALL {
+                let data = vec![0; n * k / format.elements() * format.bytes()];
+                let w = BlockWeights::pack(exec, format, &data, n, k).unwrap();
+                let x = Tensor::zeros(DType::BF16, &[m, k]).unwrap();
+                let mut out = Tensor::from_f32(DType::F32, &vec![5.0; m * n], &[m, n]).unwrap();
+                block_gemm(exec, x.view(), &w, out.view_mut()).unwrap();
+                assert_eq!(out.as_slice::<f32>().unwrap(), vec![0.0; m * n]);
+            }
+        }
+        // More rows than memory holds, and no column: nothing to do, and nothing to allocate.
+        let w = BlockWeights::pack(exec, BlockFormat::Q8_0, &[], 0, 1 << 60).unwrap();
+        assert_eq!(w.bytes(), 0);
+        let w = BlockWeights::pack(exec, BlockFormat::Q8_0, &[], 0, 32).unwrap();
+        let row = [half::bf16::ONE; 32];
+        let x = TensorRef::strided(&row, &[1 << 40, 32], &[0, 1]).unwrap();
+        block_gemm(exec, x, &w, TensorMut::new::<f32>(&mut [], &[1 << 40, 0]).unwrap()).unwrap();
+    });
+}
+
+#[test]
+fn formats_have_names_and_numbers() {
+    for format in BlockFormat::ALL {
+        assert_eq!(format.to_string().parse::<BlockFormat>(), Ok(format));
+        assert_eq!(BlockFormat::from_gguf(format.gguf()), Ok(format));
+    }
+    let err = BlockFormat::from_gguf(9).unwrap_err().to_string();
+    assert!(err.starts_with("BlockFormat: `id` is 9, expected 2 (Q4_0), 3 (Q4_1)"), "{err}");
+    let err = "q4_k".parse::<BlockFormat>().unwrap_err().to_string();
+    assert!(err.starts_with("BlockFormat: `name` is \"q4_k\", expected Q4_0, Q4_1"), "{err}");
+}
+
+#[test]
+fn bad_arguments_are_named() {
+    let exec = &Exec::cpu().unwrap();
+    let pack = |format, bytes: usize, n, k| match BlockWeights::pack(exec, format, &vec![0; bytes], n, k) {
+        Ok(_) => panic!("accepted"),
+        Err(e) => e.to_string(),
+    };
+    use BlockFormat::{Q4_0, Q4K};
+    assert_eq!(pack(Q4K, 144, 1, 128), "BlockWeights::pack: `k` is 128, expected a multiple of 256, the block of Q4_K");
+    let want = "BlockWeights::pack: `data.len()` is 143, expected 1 rows of 144 bytes (256 elements of Q4_K)";
+    assert_eq!(pack(Q4K, 143, 1, 256), want);
+    let huge = usize::MAX / 32 * 32;
+    assert!(pack(Q4_0, 18, usize::MAX, 32).contains("`data.len()` is 18, expected 18446744073709551615 rows"));
+    assert!(pack(Q4_0, 18, 2, huge).contains("`data.len()` is 18"));
+    assert!(pack(BlockFormat::Q8_0, 18, 2, huge).contains("a row of Q8_0 that memory can hold"));
+
+    let w = BlockWeights::pack(exec, Q4_0, &[0; 3 * 18], 3, 32).unwrap();
+    assert_eq!(format!("{w:?}"), "BlockWeights { format: Q4_0, shape: [3, 32] }");
+    let check = |x: (DType, &[usize]), out: (DType, &[usize]), want: &str| {
+        let t = |(dtype, shape)| Tensor::zeros(dtype, shape).unwrap();
+        assert_eq!(block_gemm(exec, t(x).view(), &w, t(out).view_mut()).unwrap_err().to_string(), want);
+    };
+    use DType::{F32, I32};
+    check((F32, &[2, 31]), (F32, &[2, 3]), "block_gemm: `w` has k=32, but `x` bound k=31");
+    check((F32, &[2, 32]), (F32, &[2, 4]), "block_gemm: `out` has n=4, but `w` bound n=3");
+    check((F32, &[2, 32]), (F32, &[3, 3]), "block_gemm: `out` has m=3, but `x` bound m=2");
+    check((F32, &[32]), (F32, &[2, 3]), "block_gemm: `x` has 1 axes, expected 2 [m, k]");
+    check((I32, &[2, 32]), (F32, &[2, 3]), "block_gemm: `x` is i32, expected f32, f16 or bf16");
+    check((F32, &[2, 32]), (I32, &[2, 3]), "block_gemm: `out` is i32, expected f32, f16 or bf16");
+
+    let check = |bytes: usize, out: (DType, &[usize]), want: &str| {
+        let mut out = Tensor::zeros(out.0, out.1).unwrap();
+        let err = dequantize_blocks(exec, Q4_0, &vec![0; bytes], out.view_mut()).unwrap_err();
+        assert_eq!(err.to_string(), want);
+    };
+    check(18, (F32, &[1, 33]), "dequantize_blocks: `k` is 33, expected a multiple of 32, the block of Q4_0");
+    let want = "dequantize_blocks: `data.len()` is 18, expected 2 rows of 18 bytes (32 elements of Q4_0)";
+    check(18, (F32, &[2, 32]), want);
+    check(18, (F32, &[32]), "dequantize_blocks: `out` has 1 axes, expected 2 [rows, k]");
+    check(18, (I32, &[1, 32]), "dequantize_blocks: `out` is i32, expected f32, f16 or bf16");
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(40))]
+    #[test]
+    fn every_level_batch_and_thread_count_gives_the_same_bits(
+        m in 1usize..130, n in 1usize..100, blocks in 1usize..30, pick in any::<u64>(), threads in 1usize..5,
+        format in prop::sample::select(&BlockFormat::ALL[..]), dtype in prop::sample::select(&FLOATS[..]),
+    ) {
+        let mut rng = Rng::new(pick);
+        let k = if format.elements() == 32 { 32 * blocks } else { 256 * (1 + blocks / 8) };
+        let (x, data) = (rng.tensor(dtype, &[m, k]), random_blocks(&mut rng, format, n, k));
+        let portable = Exec::cpu_with(Level::Portable, 1).unwrap();
+        let w = BlockWeights::pack(&portable, format, &data, n, k).unwrap();
+        let want = bits(&product(&portable, x.view(), &w, DType::F32));
+        let row = rng.below(m);
+        let alone = x.view().slice(0, row..row + 1).unwrap();
+        for level in Level::available() {
+            let exec = Exec::cpu_with(level, threads).unwrap();
+            prop_assert_eq!(&bits(&product(&exec, x.view(), &w, DType::F32)), &want, "{}", level);
+            let few = x.view().slice(0, row.saturating_sub(5)..row + 1).unwrap();
+            let few = bits(&product(&exec, few, &w, DType::F32));
+            prop_assert_eq!(&few[few.len() - n..], &want[row * n..][..n], "{} few", level);
+            prop_assert_eq!(&bits(&product(&exec, alone, &w, DType::F32))[..], &want[row * n..][..n], "{} alone", level);
+        }
+    }
+}
