@@ -75,11 +75,11 @@ fn chunk_mut<T, const N: usize>(x: &mut [T]) -> *mut T {
 }
 
 #[inline(always)]
-fn prefetch_lines<T, const HINT: i32>(x: &[T]) {
+fn prefetch_lines<T>(x: &[T]) {
     let start = x.as_ptr().cast::<i8>();
     for at in (0..size_of_val(x)).step_by(64) {
         // SAFETY: SSE is in the x86-64 baseline, a prefetch reads nothing, and `at` stays inside `x`.
-        unsafe { _mm_prefetch::<HINT>(start.add(at)) };
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(start.add(at)) };
     }
 }
 
@@ -264,11 +264,12 @@ impl Vector for Avx2 {
     }
     #[inline(always)]
     fn prefetch<T>(self, x: &[T]) {
-        prefetch_lines::<T, _MM_HINT_T0>(x);
+        prefetch_lines(x);
     }
     #[inline(always)]
-    fn prefetch_far<T>(self, x: &[T]) {
-        prefetch_lines::<T, _MM_HINT_T1>(x);
+    fn prefetch_far<T>(self, x: &[T], at: usize) {
+        // SAFETY: SSE is in the x86-64 baseline, and a prefetch reads nothing, wherever it points.
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(x.as_ptr().wrapping_add(at).cast()) };
     }
 }
 
@@ -480,11 +481,12 @@ impl Vector for Avx512 {
     }
     #[inline(always)]
     fn prefetch<T>(self, x: &[T]) {
-        prefetch_lines::<T, _MM_HINT_T0>(x);
+        prefetch_lines(x);
     }
     #[inline(always)]
-    fn prefetch_far<T>(self, x: &[T]) {
-        prefetch_lines::<T, _MM_HINT_T1>(x);
+    fn prefetch_far<T>(self, x: &[T], at: usize) {
+        // SAFETY: SSE is in the x86-64 baseline, and a prefetch reads nothing, wherever it points.
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(x.as_ptr().wrapping_add(at).cast()) };
     }
 }
 

@@ -6,8 +6,9 @@
 //!
 //! So the rows of a tile are taken in *blocks* of four pages, and within a block page by page in turn: four tokens in
 //! four pages, head after head, then the next four tokens. Rows two blocks on are asked for in the same order. With the
-//! heads outside and the tokens inside, 256 of every 2048 bytes at a time, the decode of docs/bench/cpu.md took 1.4
-//! times as long.
+//! heads outside and the tokens inside, 256 of every 2048 bytes at a time, the decode of docs/bench/cpu.md took 1.2
+//! times as long. Above four query rows to a head the arithmetic is the bound, so heads are outside there: sums stay in
+//! registers for a whole tile.
 //!
 //! Sums have the same order as those of [`super::tile`], so a row's result is the same bits.
 
@@ -26,22 +27,22 @@ pub(super) struct Stretch<'a> {
     pub ahead: &'a [[usize; 2]],
     /// First head and number of heads.
     pub heads: (usize, usize),
+    /// Query rows of each head.
+    pub per_head: usize,
 }
 
 /// Rows of a tile, with the order to take them in.
 pub(super) struct Rows<'a, T> {
     data: &'a [T],
-    /// Where the first head's row of each token starts.
-    at: [usize; TILE_KV],
+    /// Where the first head's row of each token starts: of this tile's, then of the next one's.
+    at: [usize; 2 * TILE_KV],
     len: usize,
-    ahead: [usize; TILE_KV],
-    ahead_len: usize,
     heads: usize,
     head_stride: usize,
     dim: usize,
-    /// Tokens that lie in a page, a power of two: a block is [`STREAMS`] times as many.
+    /// Tokens that lie in a page, or all of a quarter of the tile, a power of two: a block is [`STREAMS`] times as many.
     spacing: usize,
-    /// Whether heads lie within tokens: then they are taken within them.
+    /// Whether heads are taken within tokens, as they lie, and not tokens within heads.
     by_token: bool,
 }
 
@@ -49,23 +50,21 @@ impl<'a, T: Lane> Rows<'a, T> {
     #[inline(always)]
     pub(super) fn new(operand: &Operand<'_>, data: &'a [T], tile: Stretch<'_>) -> Self {
         let ([s, t, u], (first, heads)) = (operand.strides(), tile.heads);
+        let most = TILE_KV / STREAMS;
+        let by_token = u < t && tile.per_head <= 4;
+        let spacing = if by_token { (4096 / (t * size_of::<T>()).max(1)).clamp(1, most) } else { most };
         let mut rows = Self {
             data,
-            at: [0; TILE_KV],
+            at: [0; 2 * TILE_KV],
             len: tile.at.len(),
-            ahead: [0; TILE_KV],
-            ahead_len: tile.ahead.len(),
             heads,
             head_stride: u,
             dim: operand.dim(),
-            spacing: (4096 / (t * size_of::<T>()).max(1)).clamp(1, TILE_KV / STREAMS),
-            by_token: u < t,
+            spacing: 1 << spacing.ilog2(),
+            by_token,
         };
-        rows.spacing = 1 << rows.spacing.ilog2();
-        for (out, &[a, b]) in rows.at.iter_mut().zip(tile.at) {
-            *out = a * s + b * t + first * u;
-        }
-        for (out, &[a, b]) in rows.ahead.iter_mut().zip(tile.ahead) {
+        let (here, next) = rows.at.split_at_mut(TILE_KV);
+        for (out, &[a, b]) in here.iter_mut().zip(tile.at).chain(next.iter_mut().zip(tile.ahead)) {
             *out = a * s + b * t + first * u;
         }
         rows
@@ -76,31 +75,21 @@ impl<'a, T: Lane> Rows<'a, T> {
         &self.data[self.at[token] + head * self.head_stride..][..self.dim]
     }
 
-    /// Asks for the rows that are two blocks on from those of `block`: of the `i`-th tokens of its pages, as the heads
-    /// lie in memory when `i` counts them too.
+    /// Asks for the rows of a head that are two blocks on from the `i`-th tokens of the pages of `block`. Past the end
+    /// it asks for what is there already.
     #[inline(always)]
     fn prefetch<V: Vector>(&self, v: V, block: usize, i: usize, head: usize) {
-        let (i, head) = if self.by_token { (i / self.heads, i % self.heads) } else { (i, head) };
-        let (mut rows, mut found) = ([&self.data[..0]; STREAMS], 0);
-        for stream in 0..STREAMS {
-            let token = block + (2 * STREAMS * self.spacing).min(TILE_KV) + stream * self.spacing + i;
-            let at = if token < self.len {
-                self.at[token]
-            } else if (TILE_KV..TILE_KV + self.ahead_len).contains(&token) {
-                self.ahead[token - TILE_KV]
-            } else {
-                continue;
-            };
-            rows[found] = &self.data[at + head * self.head_stride..][..self.dim];
-            found += 1;
+        let token = block + (2 * STREAMS * self.spacing).min(TILE_KV) + i;
+        let mut at = [head * self.head_stride; STREAMS];
+        for (stream, at) in at.iter_mut().enumerate() {
+            *at += self.at[(token + stream * self.spacing) % (2 * TILE_KV)];
         }
-        let line = 64 / size_of::<T>();
         let mut c = 0;
         while c < self.dim {
-            for row in &rows[..found] {
-                v.prefetch_far(&row[c..self.dim.min(c + line)]);
+            for at in at {
+                v.prefetch_far(self.data, at + c);
             }
-            c += line;
+            c += 64 / size_of::<T>();
         }
     }
 }
@@ -125,7 +114,7 @@ impl<T: Lane> Kernel for Scores<'_, T> {
             while b < k.len {
                 for i in 0..k.spacing.min(k.len - b) {
                     for h in 0..inner {
-                        k.prefetch(v, b, i * inner + h, o);
+                        k.prefetch(v, b, i, o + h);
                         scores_of_head(v, q, &k, s, b + i, o + h);
                     }
                 }
@@ -307,8 +296,14 @@ fn accumulate_block<V: Vector, T: Lane, const R: usize, const C: usize>(
     while j < tokens.end {
         let step = j - tokens.start;
         if first && step % STREAMS == 0 {
-            let i = step / STREAMS + if x.by_token { head * x.spacing } else { 0 };
-            x.prefetch(v, tokens.start, i, head);
+            // As many rows as this head's part has, in the order they lie in.
+            let i = step / STREAMS;
+            if x.by_token {
+                let (i, heads) = ((head * x.spacing + i) as u32, x.heads as u32);
+                x.prefetch(v, tokens.start, (i / heads) as usize, (i % heads) as usize);
+            } else {
+                x.prefetch(v, tokens.start, i, head);
+            }
         }
         let row = &x.row(j, head)[c..][..C * V::LANES];
         let mut xv = [v.splat(0.0); C];

@@ -9,7 +9,8 @@
 //! the plain dot products alone.
 //!
 //! Tiles outer, heads inner: a tile's rows of all heads lie side by side in memory, so lines that the hardware
-//! prefetches for one head are the next head's.
+//! prefetches for one head are the next head's. With few query rows to a head the memory is the bound, and [`direct`]
+//! goes further.
 
 mod direct;
 mod merge;
@@ -142,8 +143,11 @@ pub(crate) fn tile_floats(dim_qk: usize, dim_vo: usize, shared_v: bool, rows: us
     let floats = many * (dq + dv) + TILE_KV * (dq + if shared_v { 0 } else { dv }) + many * TILE_KV;
     #[cfg(target_arch = "x86_64")]
     let floats = floats.max(tiles::floats(dq, dv, rows));
-    floats
+    floats + LINE
 }
+
+/// Floats of a cache line: buffers start at one, as vectors across two lines take twice as long to load and store.
+const LINE: usize = 16;
 
 /// Rows are padded to whole vectors of the widest level.
 fn padded(dim: usize) -> usize {
@@ -234,7 +238,8 @@ impl Kernel for RunItem<'_, '_> {
         let (dq, dv) = (padded(dim_qk), padded(launch.dim_vo));
         let rows = MAX_ROWS.max(launch.rows);
 
-        let (q, rest) = tile.split_at_mut(rows * dq);
+        let skipped = tile.as_ptr().align_offset(64).min(LINE);
+        let (q, rest) = tile[skipped..].split_at_mut(rows * dq);
         let (o, rest) = rest.split_at_mut(rows * dv);
         let (s, rest) = rest.split_at_mut(rows * TILE_KV);
         let (k, x) = rest.split_at_mut(TILE_KV * dq);
@@ -287,15 +292,15 @@ impl Kernel for RunItem<'_, '_> {
                 };
                 let tile = At { kv_pos, n, masked: visible == Visible::Some };
                 if let (true, Visible::All, [keys], Some(values)) = (direct, visible, launch.k, &launch.v) {
-                    let tile_rows =
-                        Stretch { at: &at[..n], ahead: &ahead[..n_ahead], heads: (heads.start as usize, heads.len()) };
+                    let (here, next) = (&at[..n], &ahead[..n_ahead]);
+                    let rows = Stretch { at: here, ahead: next, heads: (heads.start as usize, heads.len()), per_head };
                     let (s, o) = (&mut s[..pass_rows * TILE_KV], &mut o[..pass_rows * dv]);
-                    keys.scores(v, tile_rows, &q[..pass_rows * dq], s);
+                    keys.scores(v, rows, &q[..pass_rows * dq], s);
                     for (row, s) in s.chunks_exact_mut(TILE_KV).enumerate() {
                         let ctx = row_ctx(launch, item, heads.start + (row / per_head) as u32, row % per_head);
                         weigh(v, launch, &ctx, tile, s, &mut states[row], &mut o[row * dv..][..dv], regs);
                     }
-                    values.accumulate(v, tile_rows, s, o);
+                    values.accumulate(v, rows, s, o);
                 } else if visible != Visible::None {
                     for (h, head) in heads.clone().enumerate() {
                         let rows = h * per_head..(h + 1) * per_head;
