@@ -295,7 +295,7 @@ fn accumulate_block<V: Vector, T: Lane, const R: usize, const C: usize>(
     let mut j = tokens.start;
     while j < tokens.end {
         let step = j - tokens.start;
-        if first && step % STREAMS == 0 {
+        if first && step.is_multiple_of(STREAMS) {
             // As many rows as this head's part has, in the order they lie in.
             let i = step / STREAMS;
             if x.by_token {
