@@ -22,7 +22,6 @@ use crate::step::{cargo, program};
 enum Target {
     Read(f64),
     Copy(f64),
-    Fma(f64),
     AmxBf16(f64),
     /// Times as fast as torch; the share shown is of reading.
     Torch(f64),
@@ -36,7 +35,7 @@ impl Target {
         match self {
             Self::Read(_) | Self::Torch(_) => ("read", "bytes"),
             Self::Copy(_) => ("copy", "bytes"),
-            Self::Fma(_) | Self::TorchAndFma(_) => ("fma", "flops"),
+            Self::TorchAndFma(_) => ("fma", "flops"),
             Self::AmxBf16(_) => ("amx_bf16", "flops"),
         }
     }
@@ -44,7 +43,7 @@ impl Target {
     /// In words, and whether these ratios reach it; `None` when it cannot be told.
     fn verdict(self, share: Option<f64>, times: Option<f64>) -> (String, Option<bool>) {
         match self {
-            Self::Read(want) | Self::Copy(want) | Self::Fma(want) | Self::AmxBf16(want) => (
+            Self::Read(want) | Self::Copy(want) | Self::AmxBf16(want) => (
                 format!("{:.0} % of {}", 100.0 * want, self.ceiling().0.replace('_', " ")),
                 share.map(|share| share >= want),
             ),

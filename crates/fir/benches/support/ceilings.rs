@@ -71,7 +71,7 @@ impl Ceilings {
         let (low, high) = (&low[at..][..slice], &mut high[at..][..slice]);
         let parts = low.chunks_exact(each).zip(high.chunks_exact_mut(each)).take(self.threads).collect();
         // Which way is best depends on the machine's mood: past the cache, or through it and without reading first.
-        let past = self.turn % 2 == 0;
+        let past = self.turn.is_multiple_of(2);
         let seconds =
             together(parts, |(from, to)| if past { copy_past_cache(from, to) } else { to.copy_from_slice(from) });
         self.best.copy = self.best.copy.max((each * self.threads * 16) as f64 / seconds);

@@ -161,7 +161,11 @@ impl<T: Lane, O: Lane, const CENTER: bool, const ADD: bool, const IN_PLACE: bool
         for r in self.out.range() {
             let x = if let Some(x) = &self.x { x.row(r) } else { &[] };
             let residual = if let Some(residual) = &mut self.residual { residual.row(r) } else { &mut [] };
-            let mut row = Row::<T, O, CENTER, ADD, IN_PLACE> { x, residual, out: self.out.row(r) };
+            let ahead = match &self.x {
+                Some(x) if r + 1 < x.len() => x.row(r + 1),
+                _ => &[],
+            };
+            let mut row = Row::<T, O, CENTER, ADD, IN_PLACE> { x, residual, out: self.out.row(r), ahead };
             let n = row.out.len() as f32;
             let mean = if CENTER { row.moment::<V, false>(v, 0.0) / n } else { 0.0 };
             let scale = 1.0 / (row.moment::<V, true>(v, mean) / n + self.columns.eps).sqrt();
@@ -175,6 +179,8 @@ struct Row<'a, T, O, const CENTER: bool, const ADD: bool, const IN_PLACE: bool> 
     x: &'a [T],
     residual: &'a mut [T],
     out: &'a mut [O],
+    /// The next row of `x`: asked for while this one is written, so that the memory never waits.
+    ahead: &'a [T],
 }
 
 impl<T: Lane, O: Lane, const CENTER: bool, const ADD: bool, const IN_PLACE: bool> Row<'_, T, O, CENTER, ADD, IN_PLACE> {
@@ -220,6 +226,9 @@ impl<T: Lane, O: Lane, const CENTER: bool, const ADD: bool, const IN_PLACE: bool
         let len = self.out.len();
         let mut i = 0;
         while i + V::LANES <= len {
+            if !IN_PLACE && (i * size_of::<T>()).is_multiple_of(64) {
+                v.prefetch_far(self.ahead, i);
+            }
             self.write_vector::<V, false>(v, i, mean, scale, c);
             i += V::LANES;
         }

@@ -94,6 +94,8 @@ pub(crate) trait Vector: Copy + Send + Sync + 'static {
     fn max_lane(self, a: Self::F) -> f32;
     /// Asks for the cache lines of `x`; touches no memory.
     fn prefetch<T>(self, x: &[T]);
+    /// Asks for the cache line of `x[at]`, into the second-level cache; there need be no such element.
+    fn prefetch_far<T>(self, x: &[T], at: usize);
 }
 
 /// An element that vectors load and store.

@@ -176,4 +176,6 @@ impl Vector for Portable {
     }
     #[inline(always)]
     fn prefetch<T>(self, _: &[T]) {}
+    #[inline(always)]
+    fn prefetch_far<T>(self, _: &[T], _: usize) {}
 }

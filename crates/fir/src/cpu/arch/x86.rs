@@ -387,6 +387,11 @@ impl Vector for Avx2 {
     fn prefetch<T>(self, x: &[T]) {
         prefetch_lines(x);
     }
+    #[inline(always)]
+    fn prefetch_far<T>(self, x: &[T], at: usize) {
+        // SAFETY: SSE is in the x86-64 baseline, and a prefetch reads nothing, wherever it points.
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(x.as_ptr().wrapping_add(at).cast()) };
+    }
 }
 
 /// Sums of four 4-lane vectors, each as `(x0 + x2) + (x1 + x3)`.
@@ -649,6 +654,11 @@ impl Vector for Avx512 {
     #[inline(always)]
     fn prefetch<T>(self, x: &[T]) {
         prefetch_lines(x);
+    }
+    #[inline(always)]
+    fn prefetch_far<T>(self, x: &[T], at: usize) {
+        // SAFETY: SSE is in the x86-64 baseline, and a prefetch reads nothing, wherever it points.
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(x.as_ptr().wrapping_add(at).cast()) };
     }
 }
 

@@ -9,8 +9,10 @@
 //! the plain dot products alone.
 //!
 //! Tiles outer, heads inner: a tile's rows of all heads lie side by side in memory, so lines that the hardware
-//! prefetches for one head are the next head's.
+//! prefetches for one head are the next head's. With few query rows to a head the memory is the bound, and [`direct`]
+//! goes further.
 
+mod direct;
 mod merge;
 mod operand;
 mod tile;
@@ -21,6 +23,7 @@ use std::ops::Range;
 use std::sync::PoisonError;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use self::direct::Stretch;
 use self::merge::Merges;
 pub(crate) use self::merge::{merge_levels, merge_state, merge_state_in_place, merge_states};
 use self::operand::Ahead;
@@ -146,9 +149,12 @@ impl Shape {
         let floats = rows * (dq + dv) + TILE_KV * (dq + if shared_v { 0 } else { dv }) + rows * TILE_KV;
         #[cfg(target_arch = "x86_64")]
         let floats = floats.max(tiles::floats(dq, dv, self));
-        floats
+        floats + LINE
     }
 }
+
+/// Floats of a cache line: buffers start at one, as vectors across two lines take twice as long to load and store.
+const LINE: usize = 16;
 
 /// Rows are padded to whole vectors of the widest level.
 fn padded(dim: usize) -> usize {
@@ -239,7 +245,8 @@ impl Kernel for RunItem<'_, '_> {
         let (dq, dv) = (padded(dim_qk), padded(launch.dim_vo));
         let rows = MAX_ROWS.max(launch.shape.rows);
 
-        let (q, rest) = tile.split_at_mut(rows * dq);
+        let skipped = tile.as_ptr().align_offset(64).min(LINE);
+        let (q, rest) = tile[skipped..].split_at_mut(rows * dq);
         let (o, rest) = rest.split_at_mut(rows * dv);
         let (s, rest) = rest.split_at_mut(rows * TILE_KV);
         let (k, x) = rest.split_at_mut(TILE_KV * dq);
@@ -247,12 +254,9 @@ impl Kernel for RunItem<'_, '_> {
         let mut ahead = [[0usize; 2]; TILE_KV];
 
         let program = launch.program;
-        let softmax = program.softmax();
-        let (base, natural) = (base(launch), natural(launch));
         // Up to a register block of rows, a widened tile would be read once or twice: not worth its place in the cache.
         let direct = per_head <= DIRECT_ROWS
-            && launch.k.len() == 1
-            && launch.k[0].is_direct()
+            && launch.k.iter().all(Operand::is_direct)
             && launch.v.is_some_and(|v| v.is_direct())
             && !program.has_key()
             && !program.has_value();
@@ -293,7 +297,18 @@ impl Kernel for RunItem<'_, '_> {
                 } else {
                     Visible::All
                 };
-                if visible != Visible::None {
+                let tile = At { kv_pos, n, masked: visible == Visible::Some };
+                if let (true, Visible::All, [keys], Some(values)) = (direct, visible, launch.k, &launch.v) {
+                    let (here, next) = (&at[..n], &ahead[..n_ahead]);
+                    let rows = Stretch { at: here, ahead: next, heads: (heads.start as usize, heads.len()), per_head };
+                    let (s, o) = (&mut s[..pass_rows * TILE_KV], &mut o[..pass_rows * dv]);
+                    keys.scores(v, rows, &q[..pass_rows * dq], s);
+                    for (row, s) in s.chunks_exact_mut(TILE_KV).enumerate() {
+                        let ctx = row_ctx(launch, item, heads.start + (row / per_head) as u32, row % per_head);
+                        weigh(v, launch, &ctx, tile, s, &mut states[row], &mut o[row * dv..][..dv], regs);
+                    }
+                    values.accumulate(v, rows, s, o);
+                } else if visible != Visible::None {
                     for (h, head) in heads.clone().enumerate() {
                         let rows = h * per_head..(h + 1) * per_head;
                         let s = &mut s[..per_head * TILE_KV];
@@ -304,41 +319,16 @@ impl Kernel for RunItem<'_, '_> {
                             heads: (heads.start as usize, heads.len()),
                             at: &ahead[..n_ahead],
                         };
-                        let direct = direct && visible == Visible::All;
-                        if direct {
-                            launch.k[0].scores(v, &at[..n], q, s, next);
-                        } else {
-                            load_keys(v, launch, item, head, kv_pos, &at[..n], k, dq, regs);
-                            let k = RowsAt { data: &*k, at: &tile_rows(dq)[..n] };
-                            v.call(Scores { q, k, dim: dq, s, ahead: next });
-                        }
+                        load_keys(v, launch, item, head, kv_pos, &at[..n], k, dq, regs);
+                        let keys = RowsAt { data: &*k, at: &tile_rows(dq)[..n] };
+                        v.call(Scores { q, k: keys, dim: dq, s, ahead: next });
                         for row in 0..per_head {
-                            let ctx = ctx_of(
-                                launch,
-                                item.q_start as usize + row / group,
-                                head as usize * group + row % group,
-                            );
-                            let s = &mut s[row * TILE_KV..][..TILE_KV];
-                            if natural {
-                                for s in &mut s[..n] {
-                                    *s *= launch.sm_scale;
-                                }
-                            }
-                            if program.has_logits() || visible == Visible::Some {
-                                let masked = visible == Visible::Some;
-                                hooks::logits(v, program, launch.bound, &ctx, kv_pos, &mut s[..n], regs, masked);
-                            }
-                            if softmax {
-                                let o = &mut o[(rows.start + row) * dv..][..dv];
-                                softmax_row(v, s, n, base, &mut states[rows.start + row], o);
-                            }
+                            let ctx = row_ctx(launch, item, head, row);
+                            let (s, o) = (&mut s[row * TILE_KV..], &mut o[(rows.start + row) * dv..][..dv]);
+                            weigh(v, launch, &ctx, tile, s, &mut states[rows.start + row], o, regs);
                         }
                         let o = &mut o[rows.start * dv..rows.end * dv];
                         let next = Ahead { operands: launch.v.as_slice(), ..next };
-                        if let (true, Some(values)) = (direct, &launch.v) {
-                            values.accumulate(v, &at[..n], s, o, next);
-                            continue;
-                        }
                         // The values are the keys' first elements in latent attention: same rows, wider stride.
                         let (x, stride) = match launch.v {
                             Some(_) => {
@@ -375,6 +365,48 @@ impl Kernel for RunItem<'_, '_> {
             }
         }
     }
+}
+
+/// A tile's first position, its length, and whether the mask hides some of it.
+#[derive(Clone, Copy)]
+struct At {
+    kv_pos: i32,
+    n: usize,
+    masked: bool,
+}
+
+/// Turns a row's scores with a tile into weights: the variant's logits, then the softmax.
+#[expect(clippy::too_many_arguments, reason = "two call sites; a struct would be built per row")]
+#[inline(always)]
+fn weigh<V: Vector>(
+    v: V,
+    launch: &Launch<'_>,
+    ctx: &RowCtx,
+    tile: At,
+    s: &mut [f32],
+    state: &mut State,
+    o: &mut [f32],
+    regs: &mut Registers,
+) {
+    let (program, At { kv_pos, n, masked }) = (launch.program, tile);
+    if natural(launch) {
+        for s in &mut s[..n] {
+            *s *= launch.sm_scale;
+        }
+    }
+    if program.has_logits() || masked {
+        hooks::logits(v, program, launch.bound, ctx, kv_pos, &mut s[..n], regs, masked);
+    }
+    if program.softmax() {
+        softmax_row(v, s, n, base(launch), state, o);
+    }
+}
+
+/// What the variant may ask of query row `row` (token × group) of a KV head.
+#[inline(always)]
+fn row_ctx(launch: &Launch<'_>, item: &Item, head: u32, row: usize) -> RowCtx {
+    let group = launch.group;
+    ctx_of(launch, item.q_start as usize + row / group, head as usize * group + row % group)
 }
 
 #[inline(always)]

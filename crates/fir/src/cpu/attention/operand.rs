@@ -4,12 +4,11 @@
 //! them; with few, the products widen rows in registers as they read them, and the cache stays free for what is
 //! coming from memory.
 
-use super::tile::{Accumulate, RowsAt, Scores};
+use super::direct::{self, Rows, Stretch};
 use crate::cpu::rows::{narrow, widen};
 use crate::cpu::vector::{Kernel, Lane, Vector};
 use crate::error::{Error, Result};
 use crate::kv::NVFP4_BLOCK;
-use crate::plan::TILE_KV;
 use crate::tensor::{DType, E2M1_VALUES, E2m1x2, E4m3, E5m2, Float, TensorRef, bf16, f16};
 
 /// Elements of some type.
@@ -113,43 +112,32 @@ impl<'a> Operand<'a> {
         self.dim > 0 && self.dim.is_multiple_of(16) && !matches!(self.elements, Elements::Fp4(..))
     }
 
-    /// Offsets of the rows `(a, b, head)` for the pairs `(a, b)` of `at`.
-    #[inline(always)]
-    fn offsets(&self, head: usize, at: &[[usize; 2]], out: &mut [usize; TILE_KV]) {
-        let [s, t, u] = self.strides;
-        for (out, &[a, b]) in out.iter_mut().zip(at) {
-            *out = a * s + b * t + head * u;
-        }
+    pub(super) fn strides(&self) -> [usize; 3] {
+        self.strides
     }
 
-    /// [`Scores`] of keys as they lie in the cache; see [`Self::is_direct`].
+    /// [`direct::Scores`] with keys as they lie in the cache; see [`Self::is_direct`].
     #[inline(always)]
-    pub(super) fn scores<V: Vector>(&self, v: V, at: &[[usize; 2]], q: &[f32], s: &mut [f32], ahead: Ahead<'_>) {
-        let mut offsets = [0; TILE_KV];
-        self.offsets(ahead.head, at, &mut offsets);
-        let (at, dim) = (&offsets[..at.len()], self.dim);
+    pub(super) fn scores<V: Vector>(&self, v: V, tile: Stretch<'_>, q: &[f32], s: &mut [f32]) {
         match self.elements {
-            Elements::F32(data) => v.call(Scores { q, k: RowsAt { data, at }, dim, s, ahead }),
-            Elements::F16(data) => v.call(Scores { q, k: RowsAt { data, at }, dim, s, ahead }),
-            Elements::Bf16(data) => v.call(Scores { q, k: RowsAt { data, at }, dim, s, ahead }),
-            Elements::E4m3(data) => v.call(Scores { q, k: RowsAt { data, at }, dim, s, ahead }),
-            Elements::E5m2(data) => v.call(Scores { q, k: RowsAt { data, at }, dim, s, ahead }),
+            Elements::F32(k) => v.call(direct::Scores { q, k: Rows::new(self, k, tile), s }),
+            Elements::F16(k) => v.call(direct::Scores { q, k: Rows::new(self, k, tile), s }),
+            Elements::Bf16(k) => v.call(direct::Scores { q, k: Rows::new(self, k, tile), s }),
+            Elements::E4m3(k) => v.call(direct::Scores { q, k: Rows::new(self, k, tile), s }),
+            Elements::E5m2(k) => v.call(direct::Scores { q, k: Rows::new(self, k, tile), s }),
             Elements::Fp4(..) => unreachable!("not direct"),
         }
     }
 
-    /// [`Accumulate`] of values as they lie in the cache; see [`Self::is_direct`].
+    /// [`direct::Accumulate`] with values as they lie in the cache; see [`Self::is_direct`].
     #[inline(always)]
-    pub(super) fn accumulate<V: Vector>(&self, v: V, at: &[[usize; 2]], p: &[f32], o: &mut [f32], ahead: Ahead<'_>) {
-        let mut offsets = [0; TILE_KV];
-        self.offsets(ahead.head, at, &mut offsets);
-        let (at, dim) = (&offsets[..at.len()], self.dim);
+    pub(super) fn accumulate<V: Vector>(&self, v: V, tile: Stretch<'_>, p: &[f32], o: &mut [f32]) {
         match self.elements {
-            Elements::F32(data) => v.call(Accumulate { p, x: RowsAt { data, at }, o, dim, ahead }),
-            Elements::F16(data) => v.call(Accumulate { p, x: RowsAt { data, at }, o, dim, ahead }),
-            Elements::Bf16(data) => v.call(Accumulate { p, x: RowsAt { data, at }, o, dim, ahead }),
-            Elements::E4m3(data) => v.call(Accumulate { p, x: RowsAt { data, at }, o, dim, ahead }),
-            Elements::E5m2(data) => v.call(Accumulate { p, x: RowsAt { data, at }, o, dim, ahead }),
+            Elements::F32(x) => v.call(direct::Accumulate { p, x: Rows::new(self, x, tile), o }),
+            Elements::F16(x) => v.call(direct::Accumulate { p, x: Rows::new(self, x, tile), o }),
+            Elements::Bf16(x) => v.call(direct::Accumulate { p, x: Rows::new(self, x, tile), o }),
+            Elements::E4m3(x) => v.call(direct::Accumulate { p, x: Rows::new(self, x, tile), o }),
+            Elements::E5m2(x) => v.call(direct::Accumulate { p, x: Rows::new(self, x, tile), o }),
             Elements::Fp4(..) => unreachable!("not direct"),
         }
     }

@@ -1,0 +1,326 @@
+//! The two products of a tile with rows as they lie in the cache, for few query rows to a head: the memory is the bound.
+//!
+//! A core waits for memory by line: it can wait for 16 at a time, 9 GB/s of a Xeon of model 207, unless the
+//! second-level cache has fetched a line before it is asked for. That prefetcher follows a page of 4 KiB upwards and
+//! starts anew in the next; with four pages at a time its starts overlap, and two cores read 36 GB/s instead of 27.
+//!
+//! So the rows of a tile are taken in *blocks* of four pages, and within a block page by page in turn: four tokens in
+//! four pages, head after head, then the next four tokens. Rows two blocks on are asked for in the same order. With the
+//! heads outside and the tokens inside, 256 of every 2048 bytes at a time, the decode of docs/bench/cpu.md took 1.2
+//! times as long. Above four query rows to a head the arithmetic is the bound, so heads are outside there: sums stay in
+//! registers for a whole tile.
+//!
+//! Sums have the same order as those of [`super::tile`], so a row's result is the same bits.
+
+use super::operand::Operand;
+use crate::cpu::vector::{Kernel, Lane, Vector};
+use crate::plan::TILE_KV;
+
+/// Tokens whose rows are read side by side.
+const STREAMS: usize = 4;
+
+/// Which rows a pass over a tile reads.
+#[derive(Clone, Copy)]
+pub(super) struct Stretch<'a> {
+    /// Outer and middle index of the tile's tokens, and of the next tile's.
+    pub at: &'a [[usize; 2]],
+    pub ahead: &'a [[usize; 2]],
+    /// First head and number of heads.
+    pub heads: (usize, usize),
+    /// Query rows of each head.
+    pub per_head: usize,
+}
+
+/// Rows of a tile, with the order to take them in.
+pub(super) struct Rows<'a, T> {
+    data: &'a [T],
+    /// Where the first head's row of each token starts: of this tile's, then of the next one's.
+    at: [usize; 2 * TILE_KV],
+    len: usize,
+    heads: usize,
+    head_stride: usize,
+    dim: usize,
+    /// Tokens that lie in a page, or all of a quarter of the tile, a power of two: a block is [`STREAMS`] times as many.
+    spacing: usize,
+    /// Whether heads are taken within tokens, as they lie, and not tokens within heads.
+    by_token: bool,
+}
+
+impl<'a, T: Lane> Rows<'a, T> {
+    #[inline(always)]
+    pub(super) fn new(operand: &Operand<'_>, data: &'a [T], tile: Stretch<'_>) -> Self {
+        let ([s, t, u], (first, heads)) = (operand.strides(), tile.heads);
+        let most = TILE_KV / STREAMS;
+        let by_token = u < t && tile.per_head <= 4;
+        let spacing = if by_token { (4096 / (t * size_of::<T>()).max(1)).clamp(1, most) } else { most };
+        let mut rows = Self {
+            data,
+            at: [0; 2 * TILE_KV],
+            len: tile.at.len(),
+            heads,
+            head_stride: u,
+            dim: operand.dim(),
+            spacing: 1 << spacing.ilog2(),
+            by_token,
+        };
+        let (here, next) = rows.at.split_at_mut(TILE_KV);
+        for (out, &[a, b]) in here.iter_mut().zip(tile.at).chain(next.iter_mut().zip(tile.ahead)) {
+            *out = a * s + b * t + first * u;
+        }
+        rows
+    }
+
+    #[inline(always)]
+    fn row(&self, token: usize, head: usize) -> &'a [T] {
+        &self.data[self.at[token] + head * self.head_stride..][..self.dim]
+    }
+
+    /// Asks for the rows of a head that are two blocks on from the `i`-th tokens of the pages of `block`. Past the end
+    /// it asks for what is there already.
+    #[inline(always)]
+    fn prefetch<V: Vector>(&self, v: V, block: usize, i: usize, head: usize) {
+        let token = block + (2 * STREAMS * self.spacing).min(TILE_KV) + i;
+        let mut at = [head * self.head_stride; STREAMS];
+        for (stream, at) in at.iter_mut().enumerate() {
+            *at += self.at[(token + stream * self.spacing) % (2 * TILE_KV)];
+        }
+        let mut c = 0;
+        while c < self.dim {
+            for at in at {
+                v.prefetch_far(self.data, at + c);
+            }
+            c += 64 / size_of::<T>();
+        }
+    }
+}
+
+/// `s[h, r, j] = q[h, r] · k[h, j]` for the heads `h` of a pass, the query rows `r` of each and the tile's tokens `j`:
+/// rows of `q` have `dim` floats, those of `s` [`TILE_KV`].
+pub(super) struct Scores<'a, T> {
+    pub q: &'a [f32],
+    pub k: Rows<'a, T>,
+    pub s: &'a mut [f32],
+}
+
+impl<T: Lane> Kernel for Scores<'_, T> {
+    type Out = ();
+    #[inline(always)]
+    fn run<V: Vector>(self, v: V) {
+        let Self { q, k, s } = self;
+        let (heads, block) = (k.heads, STREAMS * k.spacing);
+        let (outer, inner) = if k.by_token { (1, heads) } else { (heads, 1) };
+        for o in 0..outer {
+            let mut b = 0;
+            while b < k.len {
+                for i in 0..k.spacing.min(k.len - b) {
+                    for h in 0..inner {
+                        k.prefetch(v, b, i, o + h);
+                        scores_of_head(v, q, &k, s, b + i, o + h);
+                    }
+                }
+                b += block;
+            }
+        }
+    }
+}
+
+/// The scores of one head with the tokens `token`, `token + spacing`, and so on, four of them.
+#[inline(always)]
+fn scores_of_head<V: Vector, T: Lane>(v: V, q: &[f32], k: &Rows<'_, T>, s: &mut [f32], token: usize, head: usize) {
+    let per_head = s.len() / TILE_KV / k.heads;
+    let mut r = head * per_head;
+    let end = r + per_head;
+    // 16 accumulators fill half of AVX-512's 32 registers; AVX2 has 16, so half as many there.
+    if V::LANES == 16 {
+        while r + 4 <= end {
+            scores_block::<V, T, 4>(v, &q[r * k.dim..], k, &mut s[r * TILE_KV..], token, head);
+            r += 4;
+        }
+    }
+    while r + 2 <= end {
+        scores_block::<V, T, 2>(v, &q[r * k.dim..], k, &mut s[r * TILE_KV..], token, head);
+        r += 2;
+    }
+    if r < end {
+        scores_block::<V, T, 1>(v, &q[r * k.dim..], k, &mut s[r * TILE_KV..], token, head);
+    }
+}
+
+#[inline(always)]
+fn scores_block<V: Vector, T: Lane, const R: usize>(
+    v: V,
+    q: &[f32],
+    k: &Rows<'_, T>,
+    s: &mut [f32],
+    token: usize,
+    head: usize,
+) {
+    let (dim, spacing) = (k.dim, k.spacing);
+    let (q, s) = (&q[..R * dim], &mut s[..R * TILE_KV]);
+    // Past the last row it is the first of them again; nobody reads its scores.
+    let mut rows = [&k.data[..0]; STREAMS];
+    for (i, row) in rows.iter_mut().enumerate() {
+        let at = token + i * spacing;
+        *row = k.row(if at < k.len { at } else { token }, head);
+    }
+    let mut acc = [[v.splat(0.0); STREAMS]; R];
+    let mut c = 0;
+    while c < dim {
+        let mut kv = [v.splat(0.0); STREAMS];
+        for (kv, row) in kv.iter_mut().zip(rows) {
+            *kv = T::load(v, &row[c..]);
+        }
+        for (r, acc) in acc.iter_mut().enumerate() {
+            let qv = v.load(&q[r * dim + c..]);
+            for (acc, kv) in acc.iter_mut().zip(kv) {
+                *acc = v.fma(qv, kv, *acc);
+            }
+        }
+        c += V::LANES;
+    }
+    let mut sums = [[0.0; STREAMS]; 4];
+    if R == 4 {
+        sums = v.sums16([acc[0], acc[1 % R], acc[2 % R], acc[3 % R]]);
+    } else {
+        for (sums, acc) in sums.iter_mut().zip(acc) {
+            *sums = v.sums4(acc);
+        }
+    }
+    for (sums, s) in sums.iter().zip(s.chunks_exact_mut(TILE_KV)) {
+        for (i, sum) in sums.iter().enumerate() {
+            s[token + i * spacing] = *sum;
+        }
+    }
+}
+
+/// `o[h, r] += Σ_j p[h, r, j] · x[h, j]`, in ascending order of `j`; shapes as for [`Scores`].
+pub(super) struct Accumulate<'a, T> {
+    pub p: &'a [f32],
+    pub x: Rows<'a, T>,
+    pub o: &'a mut [f32],
+}
+
+impl<T: Lane> Kernel for Accumulate<'_, T> {
+    type Out = ();
+    #[inline(always)]
+    fn run<V: Vector>(self, v: V) {
+        let Self { p, x, o } = self;
+        let (heads, block) = (x.heads, STREAMS * x.spacing);
+        let (outer, inner) = if x.by_token { (1, heads) } else { (heads, 1) };
+        for out in 0..outer {
+            let mut b = 0;
+            while b < x.len {
+                for h in 0..inner {
+                    accumulate_head(v, p, &x, o, b..x.len.min(b + block), out + h);
+                }
+                b += block;
+            }
+        }
+    }
+}
+
+/// One head's part of a block; asks for as many rows on the way.
+#[inline(always)]
+fn accumulate_head<V: Vector, T: Lane>(
+    v: V,
+    p: &[f32],
+    x: &Rows<'_, T>,
+    o: &mut [f32],
+    tokens: std::ops::Range<usize>,
+    head: usize,
+) {
+    let per_head = p.len() / TILE_KV / x.heads;
+    let mut r = head * per_head;
+    let end = r + per_head;
+    let mut first = true;
+    if V::LANES == 16 {
+        while r + 4 <= end {
+            let (p, o) = (&p[r * TILE_KV..], &mut o[r * x.dim..]);
+            accumulate_rows::<V, T, 4, 4>(v, p, x, o, tokens.clone(), head, first);
+            (r, first) = (r + 4, false);
+        }
+    }
+    while r + 2 <= end {
+        let (p, o) = (&p[r * TILE_KV..], &mut o[r * x.dim..]);
+        accumulate_rows::<V, T, 2, 4>(v, p, x, o, tokens.clone(), head, first);
+        (r, first) = (r + 2, false);
+    }
+    if r < end {
+        let (p, o) = (&p[r * TILE_KV..], &mut o[r * x.dim..]);
+        accumulate_rows::<V, T, 1, 8>(v, p, x, o, tokens, head, first);
+    }
+}
+
+#[inline(always)]
+fn accumulate_rows<V: Vector, T: Lane, const R: usize, const C: usize>(
+    v: V,
+    p: &[f32],
+    x: &Rows<'_, T>,
+    o: &mut [f32],
+    tokens: std::ops::Range<usize>,
+    head: usize,
+    mut first: bool,
+) {
+    let mut c = 0;
+    while c + C * V::LANES <= x.dim {
+        accumulate_block::<V, T, R, C>(v, p, x, o, tokens.clone(), head, c, first);
+        (c, first) = (c + C * V::LANES, false);
+    }
+    while c < x.dim {
+        accumulate_block::<V, T, R, 1>(v, p, x, o, tokens.clone(), head, c, first);
+        (c, first) = (c + V::LANES, false);
+    }
+}
+
+#[expect(clippy::too_many_arguments, reason = "two call sites; a struct would be built per block")]
+#[inline(always)]
+fn accumulate_block<V: Vector, T: Lane, const R: usize, const C: usize>(
+    v: V,
+    p: &[f32],
+    x: &Rows<'_, T>,
+    o: &mut [f32],
+    tokens: std::ops::Range<usize>,
+    head: usize,
+    c: usize,
+    first: bool,
+) {
+    let dim = x.dim;
+    let mut acc = [[v.splat(0.0); C]; R];
+    for (r, acc) in acc.iter_mut().enumerate() {
+        for (i, acc) in acc.iter_mut().enumerate() {
+            *acc = v.load(&o[r * dim + c + i * V::LANES..]);
+        }
+    }
+    let p = &p[..R * TILE_KV];
+    let mut j = tokens.start;
+    while j < tokens.end {
+        let step = j - tokens.start;
+        if first && step.is_multiple_of(STREAMS) {
+            // As many rows as this head's part has, in the order they lie in.
+            let i = step / STREAMS;
+            if x.by_token {
+                let (i, heads) = ((head * x.spacing + i) as u32, x.heads as u32);
+                x.prefetch(v, tokens.start, (i / heads) as usize, (i % heads) as usize);
+            } else {
+                x.prefetch(v, tokens.start, i, head);
+            }
+        }
+        let row = &x.row(j, head)[c..][..C * V::LANES];
+        let mut xv = [v.splat(0.0); C];
+        for (i, xv) in xv.iter_mut().enumerate() {
+            *xv = T::load(v, &row[i * V::LANES..]);
+        }
+        for (r, acc) in acc.iter_mut().enumerate() {
+            let pv = v.splat(p[r * TILE_KV + j]);
+            for (acc, xv) in acc.iter_mut().zip(xv) {
+                *acc = v.fma(pv, xv, *acc);
+            }
+        }
+        j += 1;
+    }
+    for (r, acc) in acc.iter().enumerate() {
+        for (i, acc) in acc.iter().enumerate() {
+            v.store(*acc, &mut o[r * dim + c + i * V::LANES..]);
+        }
+    }
+}
