@@ -1,4 +1,4 @@
-//! The command line of fir: `fir demo` shows the library at work in a terminal.
+//! The command line of fir: `fir demo` shows the library at work in a terminal, `fir tune` fits it to a machine.
 #![forbid(unsafe_code)]
 
 mod cmd;
@@ -22,11 +22,14 @@ struct Cli {
 enum Command {
     /// Plans, runs, checks and times a batch of requests that share a system prompt
     Demo(cmd::demo::Options),
+    /// Measures the kernels' block sizes on this machine and saves them
+    Tune(cmd::tune::Options),
 }
 
 fn main() -> anyhow::Result<ExitCode> {
     let done = match Cli::parse().command {
         Command::Demo(options) => cmd::demo::run(&options, style(), &mut stdout().lock()),
+        Command::Tune(options) => cmd::tune::run(&options, &mut stdout().lock()),
     };
     match done {
         Ok(true) => Ok(ExitCode::SUCCESS),

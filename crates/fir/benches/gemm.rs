@@ -2,6 +2,8 @@
 
 mod support;
 
+use fir::gemm::{Block, GroupedArgs, Scaled};
+use fir::kv::Ragged;
 use fir::reference::{Precision, gemm as reference};
 use fir::{DType, gemm};
 use support::{Suite, Work, matches, random};
@@ -44,6 +46,81 @@ fn main() {
                     );
                 }
             }
+        }
+    }
+    scaled(&mut suite);
+    grouped(&mut suite);
+}
+
+/// fp8 by fp8 in DeepSeek's blocks, and bf16 by fp8 with a scale per channel.
+fn scaled(suite: &mut Suite) {
+    let levels = suite.levels();
+    let (n, k) = if suite.checks_only() { (256, 384) } else { (4096, 7168) };
+    let batches: &[usize] = if suite.checks_only() { &[1, 40] } else { &[1, 8, 64, 512] };
+    let w = random(1, DType::E4M3, &[n, k]);
+    for (name, x_type, x_block, w_block) in [
+        ("e4m3-1x128-128x128", DType::E4M3, Block::GROUP, Block::TILE),
+        ("bf16-channel", DType::BF16, Block::TENSOR, Block::ROW),
+    ] {
+        let w_scales = random(2, DType::F32, &w_block.counts(n, k));
+        let w_scaled = Scaled::new(w.view(), w_scales.view(), w_block);
+        for &m in batches {
+            let (x, x_scales) = (random(3, x_type, &[m, k]), random(4, DType::F32, &x_block.counts(m, k)));
+            let x_scaled = Scaled::new(x.view(), x_scales.view(), x_block);
+            let work = Work { bytes: m * k * x_type.size() + n * k + 2 * m * n, flops: 2 * m * n * k };
+            for (level, exec) in &levels {
+                suite.bench(
+                    &format!("scaled_gemm/n{n}-k{k}-{name}/m{m}/{level}"),
+                    work,
+                    random(5, DType::BF16, &[m, n]),
+                    |out| gemm::scaled_gemm(exec, x_scaled, w_scaled, out.view_mut()).unwrap(),
+                    |out| {
+                        let last = |x: Scaled<'_>, at: usize| -> (usize, usize) {
+                            (at, if x.block.rows == Block::ALL { 0 } else { at / x.block.rows })
+                        };
+                        let ((r, rs), (c, cs)) = (last(x_scaled, m - 1), last(w_scaled, n - 128));
+                        let x_last = Scaled::new(
+                            x.view().slice(0, r..m).unwrap(),
+                            x_scales.view().slice(0, rs..x_scales.shape()[0]).unwrap(),
+                            x_block,
+                        );
+                        let w_last = Scaled::new(
+                            w.view().slice(0, c..n).unwrap(),
+                            w_scales.view().slice(0, cs..w_scales.shape()[0]).unwrap(),
+                            w_block,
+                        );
+                        let got = out.view().slice(0, r..m).unwrap().slice(1, c..n).unwrap();
+                        matches(got, 128, |p| reference::scaled_gemm(p, x_last, w_last))
+                    },
+                );
+            }
+        }
+    }
+}
+
+/// Experts of equal share.
+fn grouped(suite: &mut Suite) {
+    let levels = suite.levels();
+    let (groups, n, k) = if suite.checks_only() { (3, 96, 128) } else { (16, 1024, 2048) };
+    let w = random(1, DType::BF16, &[groups, n, k]);
+    for each in [1, 16] {
+        let indptr = Ragged::from_lens(&vec![each as u32; groups]).unwrap();
+        let (m, x) = (groups * each, random(2, DType::BF16, &[groups * each, k]));
+        for (level, exec) in &levels {
+            suite.bench(
+                &format!("grouped_gemm/g{groups}-n{n}-k{k}-bf16/m{m}/{level}"),
+                Work { bytes: (m * k + groups * n * k + m * n) * 2, flops: 2 * m * n * k },
+                random(3, DType::BF16, &[m, n]),
+                |out| {
+                    let (x, w, out) = (x.view().into(), w.view().into(), out.view_mut());
+                    let args = GroupedArgs { x, indptr: &indptr, w, weight_indices: None, out };
+                    gemm::grouped_gemm(exec, args).unwrap();
+                },
+                |out| {
+                    let (x, w) = (x.view().slice(0, m - 1..m).unwrap(), w.view().select(0, groups - 1).unwrap());
+                    matches(out.view().slice(0, m - 1..m).unwrap(), n, |p| reference::gemm(p, x, w))
+                },
+            );
         }
     }
 }

@@ -4,6 +4,9 @@ use crate::error::{Error, Result};
 
 /// Instruction level of the CPU kernels: `portable`, `avx2`, `avx512`, `amx`. Default: the highest this CPU has.
 pub const FIR_CPU_LEVEL: &str = "FIR_CPU_LEVEL";
+/// Sizes of the CPU kernels' blocks: `default`, or a file as `fir tune` writes them. Default: what that saved on this
+/// machine, if it ran.
+pub const FIR_CPU_TUNING: &str = "FIR_CPU_TUNING";
 /// Threads of the CPU kernels. Default: the cores this process may use.
 pub const FIR_CPU_THREADS: &str = "FIR_CPU_THREADS";
 

@@ -1,6 +1,6 @@
 //! [`Exec`]: where an operator runs.
 
-pub use crate::cpu::{exec::Cpu, level::Level};
+pub use crate::cpu::{exec::Cpu, level::Level, tuning::Tuning};
 use crate::error::Result;
 
 /// Where operators run; every one takes it first.

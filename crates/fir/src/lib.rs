@@ -23,12 +23,14 @@
 //! | module | holds |
 //! |---|---|
 //! | [`attention`] | plans and single requests: paged, ragged, cascade, latent, sparse |
-//! | [`activation`], [`gemm`], [`norm`], [`page`], [`rope`], [`sampling`], [`speculative`], [`topk`] | the other operators |
+//! | [`activation`], [`gemm`], [`moe`], [`norm`], [`page`], [`quantize`], [`rope`], [`sampling`], [`speculative`], [`topk`] | the other operators |
 //! | [`variant`] | what is done to a score between `q · k` and softmax |
 //! | [`exec`] | where they run: [`Exec`], CPU levels |
 //! | [`kv`] | page tables, pools of pages, ragged offsets; a guide to the layouts |
 //! | [`plan`] | schedules: which worker does what; a guide to planning |
+//! | [`tune`] | measuring the sizes of blocks for this machine |
 //! | [`philox`], [`filters`] | random numbers as a function; what a sampler may draw |
+//! | [`routing`] | how a mixture of experts chooses |
 //! | [`tensor`] | element types, shapes and strides, owned and borrowed tensors |
 //! | [`mod@reference`] | every operator in plain f64 loops: the definition of right |
 //! | [`error`] | the one [`Error`] |
@@ -56,12 +58,13 @@ mod ops;
 pub mod philox;
 pub mod plan;
 pub mod reference;
+pub mod routing;
 pub mod tensor;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 pub mod variant;
 
-pub use crate::ops::{activation, attention, gemm, norm, page, rope, sampling, speculative, topk};
+pub use crate::ops::{activation, attention, gemm, moe, norm, page, quantize, rope, sampling, speculative, topk, tune};
 pub use crate::{
     error::{Error, Result},
     exec::Exec,

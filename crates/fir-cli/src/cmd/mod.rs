@@ -1,3 +1,4 @@
 //! The subcommands.
 
 pub(crate) mod demo;
+pub(crate) mod tune;

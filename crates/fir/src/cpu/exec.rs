@@ -6,6 +6,7 @@ use std::sync::Arc;
 use super::arch::Amx;
 use super::level::{Level, Token};
 use super::pool::Pool;
+use super::tuning::Tuning;
 use super::vector::Kernel;
 use crate::env;
 use crate::error::{Error, Result};
@@ -14,19 +15,23 @@ use crate::error::{Error, Result};
 #[derive(Clone, Debug)]
 pub struct Cpu {
     token: Token,
+    tuning: Tuning,
     pool: Arc<Pool>,
 }
 
 impl Cpu {
-    /// The highest level and all cores, unless [`env::FIR_CPU_LEVEL`] or [`env::FIR_CPU_THREADS`] say otherwise.
+    /// The highest level and all cores, unless [`env::FIR_CPU_LEVEL`] or [`env::FIR_CPU_THREADS`] say otherwise, with the
+    /// sizes that were saved for this machine: see [`Tuning::saved`].
     pub fn new() -> Result<Self> {
         let best = *Level::available().last().unwrap_or(&Level::Portable);
         let level = env::read(env::FIR_CPU_LEVEL, "portable, avx2, avx512 or amx")?.unwrap_or(best);
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        Self::with(level, env::read(env::FIR_CPU_THREADS, "a number from 1 to 1024")?.unwrap_or(cores))
+        let cpu = Self::with(level, env::read(env::FIR_CPU_THREADS, "a number from 1 to 1024")?.unwrap_or(cores))?;
+        let tuning = Tuning::saved(level, cpu.workers())?;
+        cpu.tuned(tuning)
     }
 
-    /// A given level and number of threads.
+    /// A given level and number of threads, with the default sizes.
     pub fn with(level: Level, threads: usize) -> Result<Self> {
         let token = Token::of(level).ok_or_else(|| Error::Unsupported {
             op: "Cpu::with",
@@ -35,7 +40,17 @@ impl Cpu {
         if !(1..=1024).contains(&threads) {
             return Err(Error::value("Cpu::with", "threads", threads, "1 to 1024"));
         }
-        Ok(Self { token, pool: Arc::new(Pool::new(threads)) })
+        Ok(Self { token, tuning: Tuning::default(), pool: Arc::new(Pool::new(threads)) })
+    }
+
+    /// The same threads with other sizes of blocks.
+    pub fn tuned(&self, tuning: Tuning) -> Result<Self> {
+        Ok(Self { tuning: tuning.check()?, ..self.clone() })
+    }
+
+    /// Sizes of the kernels' blocks.
+    pub fn tuning(&self) -> Tuning {
+        self.tuning
     }
 
     /// Instruction level of the kernels.

@@ -4,7 +4,7 @@
 //! inside a function compiled for the level's instructions. For that to work everything on the way down is
 //! `#[inline(always)]`, and hot loops hold no closure: what is not inlined is compiled for the baseline CPU.
 
-use crate::tensor::{E4m3, E5m2, Float, bf16, f16};
+use crate::tensor::{E2m1x2, E4m3, E5m2, Float, bf16, f16};
 
 /// A kernel to be run at some level.
 pub(crate) trait Kernel {
@@ -34,11 +34,19 @@ pub(crate) trait Vector: Copy + Send + Sync + 'static {
     fn load_bf16(self, x: &[bf16]) -> Self::F;
     fn load_e4m3(self, x: &[E4m3]) -> Self::F;
     fn load_e5m2(self, x: &[E5m2]) -> Self::F;
+    /// `LANES` values from `LANES / 2` bytes.
+    fn load_e2m1(self, x: &[E2m1x2]) -> Self::F;
     fn store(self, x: Self::F, out: &mut [f32]);
     /// Rounds to nearest, ties to even.
     fn store_f16(self, x: Self::F, out: &mut [f16]);
     /// Rounds to nearest, ties to even; NaN stays NaN.
     fn store_bf16(self, x: Self::F, out: &mut [bf16]);
+    /// Bit for bit what [`Float::from_f32`] gives.
+    fn store_e4m3(self, x: Self::F, out: &mut [E4m3]);
+    /// Bit for bit what [`Float::from_f32`] gives.
+    fn store_e5m2(self, x: Self::F, out: &mut [E5m2]);
+    /// Bit for bit what [`E2m1x2::from_f32`] gives, into `LANES / 2` bytes.
+    fn store_e2m1(self, x: Self::F, out: &mut [E2m1x2]);
 
     fn add(self, a: Self::F, b: Self::F) -> Self::F;
     fn sub(self, a: Self::F, b: Self::F) -> Self::F;
@@ -129,24 +137,102 @@ macro_rules! lane {
 lane!(f32, load, store);
 lane!(f16, load_f16, store_f16);
 lane!(bf16, load_bf16, store_bf16);
+lane!(E4m3, load_e4m3, store_e4m3);
+lane!(E5m2, load_e5m2, store_e5m2);
 
-macro_rules! lane_fp8 {
-    ($t:ty, $load:ident) => {
-        impl Lane for $t {
-            #[inline(always)]
-            fn load<V: Vector>(v: V, x: &[Self]) -> V::F {
-                v.$load(x)
-            }
-            #[inline(always)]
-            fn store<V: Vector>(v: V, x: V::F, out: &mut [Self]) {
-                let mut lanes = [0f32; 16];
-                v.store(x, &mut lanes);
-                for (o, &x) in out[..V::LANES].iter_mut().zip(&lanes) {
-                    *o = Self::from_f32(x);
-                }
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::level::{Level, Token};
+
+    /// Every `LANES` of `x` through a store of the level.
+    struct Codes<'a, T> {
+        x: &'a [f32],
+        out: &'a mut [T],
+    }
+
+    impl<T: Lane> Kernel for Codes<'_, T> {
+        type Out = ();
+        #[inline(always)]
+        fn run<V: Vector>(self, v: V) {
+            for (x, out) in self.x.chunks_exact(V::LANES).zip(self.out.chunks_exact_mut(V::LANES)) {
+                T::store(v, v.load(x), out);
             }
         }
-    };
+    }
+
+    struct Codes4<'a> {
+        x: &'a [f32],
+        out: &'a mut [E2m1x2],
+        back: &'a mut [f32],
+    }
+
+    impl Kernel for Codes4<'_> {
+        type Out = ();
+        #[inline(always)]
+        fn run<V: Vector>(self, v: V) {
+            let pairs = self.out.chunks_exact_mut(V::LANES / 2).zip(self.back.chunks_exact_mut(V::LANES));
+            for (x, (out, back)) in self.x.chunks_exact(V::LANES).zip(pairs) {
+                v.store_e2m1(v.load(x), out);
+                v.store(v.load_e2m1(out), back);
+            }
+        }
+    }
+
+    /// A stride through all bits, and every number of `T` with its neighbours and the middle to the next.
+    fn inputs<T: Float>(codes: impl Iterator<Item = T>) -> Vec<f32> {
+        let step = if cfg!(miri) { 9_999_991 } else { 4_099 };
+        let mut x: Vec<f32> = (0..u32::MAX / step).map(|i| f32::from_bits(i * step)).collect();
+        for code in codes {
+            let at = code.to_f32();
+            let next = f32::from_bits(at.to_bits().wrapping_add(1 << 19));
+            for near in [at, (at + next) / 2.0, next, at * 0.5, at * 0.75] {
+                x.extend([near.next_down(), near, near.next_up()]);
+            }
+        }
+        x.resize(x.len().next_multiple_of(16), f32::NEG_INFINITY);
+        x
+    }
+
+    fn fp8_stores_are_scalar_roundings<T: Lane>(all: impl Fn(u8) -> T) {
+        let x = inputs((0..=255).map(all));
+        let mut out = vec![T::from_f32(0.0); x.len()];
+        for level in Level::available() {
+            Token::of(level).unwrap().run(Codes { x: &x, out: &mut out });
+            for (&x, &got) in x.iter().zip(&out) {
+                assert_eq!(got, T::from_f32(x), "{} of {x:e} ({:#x}) at {level}", T::DTYPE, x.to_bits());
+            }
+        }
+    }
+
+    #[test]
+    fn stores_of_e4m3_round_as_one_by_one() {
+        fp8_stores_are_scalar_roundings(E4m3);
+    }
+
+    #[test]
+    fn stores_of_e5m2_round_as_one_by_one() {
+        fp8_stores_are_scalar_roundings(E5m2);
+    }
+
+    #[test]
+    fn stores_of_e2m1_round_as_two_by_two_and_load_back() {
+        let mut x = inputs((0..=255).map(E4m3));
+        for i in 0..1_000u16 {
+            x.extend([f32::from(i) / 64.0, f32::from(i) / -64.0]);
+        }
+        x.resize(x.len().next_multiple_of(16), f32::NAN);
+        let (mut out, mut back) = (vec![E2m1x2(0); x.len() / 2], vec![0.0; x.len()]);
+        for level in Level::available() {
+            Token::of(level).unwrap().run(Codes4 { x: &x, out: &mut out, back: &mut back });
+            for ((x, &got), back) in x.chunks_exact(2).zip(&out).zip(back.chunks_exact(2)) {
+                assert_eq!(got, E2m1x2::from_f32([x[0], x[1]]), "{x:?} at {level}");
+                assert_eq!(
+                    got.to_f32().map(f32::to_bits),
+                    [back[0].to_bits(), back[1].to_bits()],
+                    "{got:?} at {level}"
+                );
+            }
+        }
+    }
 }
-lane_fp8!(E4m3, load_e4m3);
-lane_fp8!(E5m2, load_e5m2);

@@ -3,9 +3,12 @@
 pub mod activation;
 pub mod attention;
 pub mod gemm;
+pub mod moe;
 pub mod norm;
 pub mod page;
+pub mod quantize;
 pub mod rope;
 pub mod sampling;
 pub mod speculative;
 pub mod topk;
+pub mod tune;

@@ -6,18 +6,33 @@ use crate::tensor::TensorRef;
 
 /// `out[r, i] = silu(x[r, i]) * x[r, d + i]`, `silu(g) = g / (1 + e^-g)`, for every row `r` of the leading axes.
 pub fn silu_and_mul(p: Precision, x: TensorRef<'_>) -> Result<Vec<f64>> {
-    and_mul(p, x, |g| g * (1.0 / p.acc(1.0 + p.acc((-g).exp()))))
+    and_mul(p, x, |g| silu(p, g))
+}
+
+/// `g / (1 + e^-g)`.
+pub fn silu(p: Precision, g: f64) -> f64 {
+    g * (1.0 / p.acc(1.0 + p.acc((-g).exp())))
 }
 
 /// `out[r, i] = gelu(x[r, i]) * x[r, d + i]`, `gelu(g) = g / 2 * (1 + erf(g / √2))`.
 pub fn gelu_and_mul(p: Precision, x: TensorRef<'_>) -> Result<Vec<f64>> {
-    and_mul(p, x, |g| g * 0.5 * p.acc(1.0 + p.acc(erf(p.acc(g * std::f64::consts::FRAC_1_SQRT_2)))))
+    and_mul(p, x, |g| gelu(p, g))
+}
+
+/// `g / 2 * (1 + erf(g / √2))`.
+pub fn gelu(p: Precision, g: f64) -> f64 {
+    g * 0.5 * p.acc(1.0 + p.acc(erf(p.acc(g * std::f64::consts::FRAC_1_SQRT_2))))
 }
 
 /// `out[r, i] = gelu(x[r, i]) * x[r, d + i]`, `gelu(g) = g / 2 * (1 + tanh(√(2/π) * (g + 0.044715 * g³)))`.
 pub fn gelu_tanh_and_mul(p: Precision, x: TensorRef<'_>) -> Result<Vec<f64>> {
+    and_mul(p, x, |g| gelu_tanh(p, g))
+}
+
+/// `g / 2 * (1 + tanh(√(2/π) * (g + 0.044715 * g³)))`.
+pub fn gelu_tanh(p: Precision, g: f64) -> f64 {
     let c = (2.0 / std::f64::consts::PI).sqrt();
-    and_mul(p, x, |g| g * 0.5 * p.acc(1.0 + p.acc(p.acc(c * p.acc(g + p.acc(0.044715 * g * g * g))).tanh())))
+    g * 0.5 * p.acc(1.0 + p.acc(p.acc(c * p.acc(g + p.acc(0.044715 * g * g * g))).tanh()))
 }
 
 fn and_mul(p: Precision, x: TensorRef<'_>, act: impl Fn(f64) -> f64) -> Result<Vec<f64>> {

@@ -8,8 +8,10 @@
 pub mod activation;
 pub mod attention;
 pub mod gemm;
+pub mod moe;
 pub mod norm;
 pub mod page;
+pub mod quantize;
 pub mod rope;
 pub mod sampling;
 pub mod speculative;

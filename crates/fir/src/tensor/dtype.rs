@@ -155,6 +155,20 @@ impl E2m1x2 {
 }
 
 impl E8m0 {
+    /// The least power of two that is not below `x`, from `2^-127` to `2^127`; NaN for NaN.
+    #[inline(always)]
+    pub fn at_least(x: f32) -> Self {
+        let bits = x.to_bits();
+        // Any fraction carries into the exponent. Below 2^-126 there is none to carry into: 2^-127 is half of its step.
+        let up = bits.wrapping_add(0x7f_ffff) >> 23;
+        let code = if bits <= 1 << 22 { 0 } else { up.min(254) };
+        Self(match x {
+            x if x.is_nan() => 0xff,
+            x if x <= 0.0 => 0,
+            _ => code as u8,
+        })
+    }
+
     /// Its value, NaN for `0xff`.
     pub fn to_f32(self) -> f32 {
         match self.0 {
@@ -341,5 +355,15 @@ mod tests {
         assert_eq!(E8m0(1).to_f32(), f32::MIN_POSITIVE);
         assert_eq!(E8m0(254).to_f32() * E8m0(0).to_f32(), 1.0);
         assert!(E8m0(255).to_f32().is_nan());
+        for c in 0..255u8 {
+            let x = E8m0(c).to_f32();
+            assert_eq!(E8m0::at_least(x), E8m0(c));
+            assert_eq!(E8m0::at_least(x.next_down()), E8m0(c), "below {x}");
+            assert_eq!(E8m0::at_least(x.next_up()), E8m0(c.saturating_add(1).min(254)), "above {x}");
+        }
+        for (x, want) in [(0.0, 0), (-0.0, 0), (-1.0, 0), (f32::INFINITY, 254), (f32::NEG_INFINITY, 0)] {
+            assert_eq!(E8m0::at_least(x), E8m0(want), "{x}");
+        }
+        assert_eq!(E8m0::at_least(-f32::NAN), E8m0(255));
     }
 }

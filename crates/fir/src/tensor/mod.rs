@@ -8,8 +8,11 @@
 //! | [`Foreign`] | another library's, by DLPack, or a mapped file's | `Box<[T]>` |
 //! | [`View`], [`ViewMut`] | as the two above, element type known | typed slices |
 //!
+//! [`Block`] says which elements of a matrix share a scale; [`Scaled`] is a matrix with its scales.
+//!
 //! An index is checked once, where a view is made: a layout that reaches past its memory is refused.
 
+mod block;
 mod dims;
 pub mod dlpack;
 mod dtype;
@@ -18,6 +21,7 @@ mod layout;
 mod view;
 
 pub use self::{
+    block::{Block, Scaled},
     dims::Dims,
     dtype::{Bool, DType, E2M1_VALUES, E2m1x2, E4m3, E5m2, E8m0, Element, Float, bf16, f16},
     foreign::{BytesOwner, Dlpack, Foreign, Managed},

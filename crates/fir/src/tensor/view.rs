@@ -413,6 +413,31 @@ impl<'a> TensorMut<'a> {
         Ok(Self { bytes: &mut self.bytes[start..], layout, dtype: self.dtype })
     }
 
+    /// Consecutive stretches of the first axis, of these numbers of entries. Entries must lie one behind another: what
+    /// is between two of them belongs to neither of two stretches.
+    pub fn split_rows(self, lens: impl IntoIterator<Item = usize>) -> Result<Vec<Self>> {
+        const OP: &str = "TensorMut::split_rows";
+        check_axis(&self.layout, 0)?;
+        let (rows, stride) = (self.layout.shape()[0], self.layout.strides()[0]);
+        if rows > 1 && stride < self.layout.without(0).extent() {
+            let got = format!("{:?} for shape {:?}", self.layout.strides(), self.layout.shape());
+            return Err(Error::layout(OP, "self", got, "entries of the first axis that do not interleave"));
+        }
+        let (mut rest, mut left, mut parts) = (self.bytes, rows, Vec::new());
+        for len in lens {
+            if len > left {
+                return Err(Error::value(OP, "lens", format!("{len} after {}", rows - left), format!("{rows} in all")));
+            }
+            left -= len;
+            // The last entry may end before its stride does.
+            let bytes = len.saturating_mul(stride).saturating_mul(self.dtype.size()).min(rest.len());
+            let (mine, others) = std::mem::take(&mut rest).split_at_mut(bytes);
+            rest = others;
+            parts.push(Self { bytes: mine, dtype: self.dtype, layout: self.layout.narrow(0, len) });
+        }
+        Ok(parts)
+    }
+
     /// Entry `index` of `axis`, which disappears.
     pub fn select(self, axis: usize, index: usize) -> Result<Self> {
         check_axis(&self.layout, axis)?;
@@ -560,6 +585,24 @@ mod tests {
         assert!(TensorRef::strided(&data, &[100, 4], &[0, 1]).is_ok());
         assert!(TensorMut::strided(&mut data, &[100, 4], &[0, 1]).is_err());
         assert!(TensorMut::new(&mut data, &[2, 4]).is_ok());
+    }
+
+    #[test]
+    fn split_rows_are_consecutive_and_apart() {
+        let mut data: Vec<f32> = (0..22u8).map(f32::from).collect();
+        let t = TensorMut::strided(&mut data, &[5, 2], &[5, 1]).unwrap();
+        let parts = t.split_rows([2, 0, 3]).unwrap();
+        let values: Vec<_> = parts.iter().map(|p| p.as_ref().to_f32_vec().unwrap()).collect();
+        assert_eq!(values, [&[0., 1., 5., 6.][..], &[], &[10., 11., 15., 16., 20., 21.]]);
+        let t = TensorMut::strided(&mut data, &[5, 2], &[5, 1]).unwrap();
+        assert!(t.split_rows([2, 4]).is_err());
+        // Columns of a matrix interleave, unless there is one only.
+        assert!(TensorMut::strided(&mut data, &[2, 5], &[1, 2]).unwrap().split_rows([1, 1]).is_err());
+        assert!(TensorMut::strided(&mut data, &[1, 5], &[1, 2]).unwrap().split_rows([0, 1]).is_ok());
+        assert!(TensorMut::new::<f32>(&mut [], &[3, 0]).unwrap().split_rows([1, 2]).is_ok());
+        // A stride that overflows is never used.
+        let one = TensorMut::strided(&mut data, &[1, 2], &[usize::MAX, 1]).unwrap().split_rows([1]).unwrap();
+        assert_eq!(one[0].as_ref().to_f32_vec().unwrap(), [0., 1.]);
     }
 
     #[test]

@@ -1,4 +1,7 @@
-use fir::gemm::gemm;
+mod grouped;
+mod scaled;
+
+use fir::gemm::{GemmAddNormArgs, gemm, gemm_add, gemm_add_rms_norm, gemm_bias, gemm_silu_mul};
 use fir::reference::gemm as reference;
 use fir::testing::Rng;
 use fir::{DType, Exec, Tensor, TensorMut, TensorRef};
@@ -42,6 +45,56 @@ fn matches_reference_for_every_mix_of_types() {
                 let out = product(exec, &x, &w, ot);
                 assert_matches(&format!("{exec:?} {m} {xt} {wt} {ot}"), out.view(), 37, |p| {
                     reference::gemm(p, x.view(), w.view())
+                });
+            }
+        }
+    });
+}
+
+#[test]
+fn epilogues_match_reference() {
+    every_exec(|exec| {
+        let mut rng = Rng::new(5);
+        for (i, (m, n, k)) in
+            [(1, 33, 40), (3, 64, 32), (7, 5, 300), (33, 96, 64), (40, 130, 77)].into_iter().enumerate()
+        {
+            for dtype in FLOATS {
+                let (x, w) = (rng.tensor(dtype, &[m, k]), rng.tensor(dtype, &[n, k]));
+                let at = format!("{exec:?} {dtype} {m}x{n}x{k}");
+                let bias = rng.tensor(FLOATS[i % 3], &[n]);
+                let mut out = Tensor::zeros(dtype, &[m, n]).unwrap();
+                gemm_bias(exec, x.view(), w.view(), bias.view(), out.view_mut()).unwrap();
+                assert_matches(&format!("bias {at}"), out.view(), n, |p| {
+                    reference::gemm_bias(p, x.view(), w.view(), bias.view())
+                });
+
+                let mut sum = rng.tensor(dtype, &[m, n]);
+                let before = sum.clone();
+                gemm_add(exec, x.view(), w.view(), sum.view_mut()).unwrap();
+                assert_matches(&format!("add {at}"), sum.view(), n, |p| {
+                    reference::gemm_add(p, x.view(), w.view(), before.view())
+                });
+
+                let weight = rng.tensor(dtype, &[n]);
+                let mut residual = before.clone();
+                let args = GemmAddNormArgs {
+                    x: x.view(),
+                    w: w.view(),
+                    residual: residual.view_mut(),
+                    weight: weight.view(),
+                    eps: 1e-5,
+                    out: out.view_mut(),
+                };
+                gemm_add_rms_norm(exec, args).unwrap();
+                assert_eq!(residual.view().to_f32_vec().unwrap(), sum.view().to_f32_vec().unwrap());
+                assert_matches(&format!("norm {at}"), out.view(), n, |p| {
+                    fir::reference::norm::rms_norm(p, residual.view(), weight.view(), 1e-5)
+                });
+
+                let w = rng.tensor(dtype, &[2 * n, k]);
+                gemm_silu_mul(exec, x.view(), w.view(), out.view_mut()).unwrap();
+                assert_matches(&format!("silu {at}"), out.view(), n, |p| {
+                    reference::gemm_silu_mul(p, x.view(), w.view())
                 });
             }
         }
@@ -94,6 +147,22 @@ fn bad_arguments_are_named() {
     check((I32, &[2, 8]), (F32, &[3, 8]), (F32, &[2, 3]), "gemm: `x` is i32, expected f32, f16 or bf16");
     check((BF16, &[2, 8]), (I32, &[3, 8]), (F32, &[2, 3]), "gemm: `w` is i32, expected f32, f16 or bf16");
     check((BF16, &[2, 8]), (BF16, &[3, 8]), (I32, &[2, 3]), "gemm: `out` is i32, expected f32, f16 or bf16");
+    let t = |shape: &[usize]| Tensor::zeros(F32, shape).unwrap();
+    let err = gemm_silu_mul(&exec, t(&[2, 8]).view(), t(&[7, 8]).view(), t(&[2, 3]).view_mut()).unwrap_err();
+    assert_eq!(err.to_string(), "gemm_silu_mul: `w` is 7 rows, expected 2 * 3");
+    let err =
+        gemm_bias(&exec, t(&[2, 8]).view(), t(&[3, 8]).view(), t(&[4]).view(), t(&[2, 3]).view_mut()).unwrap_err();
+    assert_eq!(err.to_string(), "gemm_bias: `bias` has n=4, but `w` bound n=3");
+    let (x, w, weight, mut residual, mut out) = (t(&[2, 8]), t(&[3, 8]), t(&[3]), t(&[2, 3]), t(&[2, 3]));
+    let args = GemmAddNormArgs {
+        x: x.view(),
+        w: w.view(),
+        residual: residual.view_mut(),
+        weight: weight.view(),
+        eps: f32::NAN,
+        out: out.view_mut(),
+    };
+    assert!(gemm_add_rms_norm(&exec, args).unwrap_err().to_string().contains("`eps` is NaN"));
     let x = Tensor::zeros(F32, &[8, 2]).unwrap();
     let turned = x.view().transpose(0, 1).unwrap();
     let w = Tensor::zeros(F32, &[3, 8]).unwrap();
@@ -103,6 +172,18 @@ fn bad_arguments_are_named() {
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
+    #[test]
+    fn sizes_of_blocks_change_no_bit(m in 1usize..200, n in 1usize..150, k in 1usize..300, seed in any::<u64>(), pick in 0usize..4) {
+        let mut rng = Rng::new(seed);
+        let (x, w) = (rng.tensor(DType::BF16, &[m, k]), rng.tensor(DType::BF16, &[n, k]));
+        let text = ["gemm_depth 32\ngemm_block 32", "gemm_depth 64\ngemm_block 96", "gemm_block 64", "gemm_depth 1024"][pick];
+        let Exec::Cpu(cpu) = Exec::cpu().unwrap() else { unreachable!() };
+        let tuned = Exec::Cpu(cpu.tuned(text.parse().unwrap()).unwrap());
+        let plain = Exec::Cpu(cpu.tuned(Default::default()).unwrap());
+        let (a, b) = (product(&plain, &x, &w, DType::F32), product(&tuned, &x, &w, DType::F32));
+        prop_assert_eq!(a.as_slice::<f32>().unwrap(), b.as_slice::<f32>().unwrap());
+    }
+
     #[test]
     fn a_row_has_the_same_bits_whatever_is_beside_it(
         m in 1usize..80, n in 1usize..150, k in 0usize..1200, pick in any::<u64>(), threads in 1usize..5,

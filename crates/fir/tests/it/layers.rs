@@ -8,7 +8,7 @@ use crate::sources::{code, rust_files, src};
 /// Bottom first; names on one line may not use each other.
 const LAYERS: &[&[&str]] = &[
     &["error"],
-    &["env", "filters"],
+    &["env", "filters", "routing"],
     &["philox"],
     &["tensor"],
     &["kv", "variant"],

@@ -6,8 +6,11 @@ use fir::attention::{
     MlaPlan, MlaProblem, Problem, SingleArgs, SparseArgs, SparsePlan, Split, VariableSparsePlan,
 };
 use fir::exec::Level;
+use fir::gemm::GroupedArgs;
 use fir::kv::{Kv, KvLayout, PageTable, PagedKv, PagedKvMut, PagedMla, PagedMlaMut, Ragged, RaggedKv};
+use fir::moe::{self, FfnArgs, Gate, RouteArgs, Routing};
 use fir::page::{self, Slots};
+use fir::quantize::{self, Block};
 use fir::rope::{self, Positions, Roped, RopedKv, RopedMla};
 use fir::sampling::{self, Draw, FilterOrder, Filters, RngState};
 use fir::speculative::{self, ChainArgs, Coins, Tree, TreeArgs, TreeOut};
@@ -42,10 +45,18 @@ const PROMISED: &[(&str, usize)] = &[
     ("attention::merge", FLOAT),
     ("attention::single", FP8),
     ("gemm::", FLOAT),
+    ("gemm::scaled_gemm w", 0),
+    ("gemm::scaled_gemm x", FP8),
+    ("moe::", FLOAT),
+    ("moe::moe_ffn weights", FP8),
     ("norm::", FLOAT),
     ("norm::rms_norm_quant out", 0),
     ("page::append_paged_kv into", FP4),
     ("page::append_paged_mla into", FP8),
+    ("quantize::quantize_fp8 of", FLOAT),
+    ("quantize::quantize_mxfp8 of", FLOAT),
+    ("quantize::quantize_mxfp4 of", FLOAT),
+    ("quantize::quantize_nvfp4 of", FLOAT),
     ("rope::apply_rope", FLOAT),
     ("rope::apply_rope positions", 0),
     ("rope::rope_quantize into", FP8),
@@ -95,6 +106,26 @@ const ROWS: &[(&str, Row)] = &[
         attention::merge_states(exec, (o.view(), lse.view()), (out.view_mut(), lse_out.view_mut()))
     }),
     ("gemm::gemm", |exec, d| gemm::gemm(exec, square(d).view(), square(d).view(), square(d).view_mut())),
+    ("gemm::scaled_gemm x", |exec, d| scaled_gemm(exec, [d, DType::E4M3, DType::BF16])),
+    ("gemm::scaled_gemm w", |exec, d| scaled_gemm(exec, [DType::BF16, d, DType::BF16])),
+    ("gemm::scaled_gemm out", |exec, d| scaled_gemm(exec, [DType::E4M3, DType::E4M3, d])),
+    ("gemm::grouped_gemm", |exec, d| {
+        let (x, w, mut out, indptr) =
+            (square(d), zeros(d, &[2, 8, 8])?, square(DType::F32), Ragged::from_lens(&[3, 5])?);
+        let (x, w, out) = (x.view().into(), w.view().into(), out.view_mut());
+        gemm::grouped_gemm(exec, GroupedArgs { x, indptr: &indptr, w, weight_indices: None, out })
+    }),
+    ("gemm::batched_gemm", |exec, d| {
+        let (x, w, mut out) = (zeros(d, &[2, 3, 8])?, zeros(d, &[2, 5, 8])?, f32s(&[2, 3, 5]));
+        gemm::batched_gemm(exec, x.view().into(), w.view().into(), out.view_mut())
+    }),
+    ("moe::route of", |exec, d| {
+        let (mut ids, mut weights, logits) = (ints(&[8, 2]), f32s(&[8, 2]), square(d));
+        let (ids, weights, logits) = (ids.view_mut(), weights.view_mut(), logits.view());
+        moe::route(exec, Routing::default(), RouteArgs { logits, bias: None, ids, weights })
+    }),
+    ("moe::moe_ffn x", |exec, d| moe_ffn(exec, d, DType::BF16)),
+    ("moe::moe_ffn weights", |exec, d| moe_ffn(exec, DType::BF16, d)),
     ("norm::rms_norm", |exec, d| norm::rms_norm(exec, square(d).view(), row().view(), 1e-6, square(d).view_mut())),
     ("norm::gemma_rms_norm", |exec, d| {
         norm::gemma_rms_norm(exec, square(d).view(), row().view(), 1e-6, square(d).view_mut())
@@ -136,6 +167,25 @@ const ROWS: &[(&str, Row)] = &[
         let (indptr, last) = (Ragged::from_lens(&[1, 2])?, filled(d, 1, &[2])?);
         page::seq_lens(exec, &indptr, last.view(), 4, ints(&[2]).view_mut())
     }),
+    ("quantize::quantize_fp8 of", |exec, d| quantize_fp8(exec, d, DType::E4M3)),
+    ("quantize::quantize_fp8 into", |exec, d| quantize_fp8(exec, DType::BF16, d)),
+    ("quantize::quantize_fp8_with_scales of", |exec, d| {
+        let (scales, mut out) = (f32s(&[1, 1]), square(DType::E4M3));
+        quantize::quantize_fp8_with_scales(exec, square(d).view(), scales.view(), Block::TENSOR, out.view_mut())
+    }),
+    ("quantize::dequantize_fp8 of", |exec, d| dequantize_fp8(exec, d, DType::BF16)),
+    ("quantize::dequantize_fp8 into", |exec, d| dequantize_fp8(exec, DType::E4M3, d)),
+    ("quantize::quantize_mxfp8 of", |exec, d| mxfp8(exec, d, DType::E4M3)),
+    ("quantize::quantize_mxfp8 into", |exec, d| mxfp8(exec, DType::BF16, d)),
+    ("quantize::dequantize_mxfp8 of", |exec, d| {
+        let (x, scales, mut out) = (zeros(d, &[2, 64])?, zeros(DType::E8M0, &[2, 2])?, zeros(DType::F16, &[2, 64])?);
+        quantize::dequantize_mxfp8(exec, x.view(), scales.view(), out.view_mut())
+    }),
+    ("quantize::quantize_mxfp4 of", |exec, d| fp4(exec, d, DType::E2M1x2, DType::E8M0)),
+    ("quantize::quantize_mxfp4 into", |exec, d| fp4(exec, DType::BF16, d, DType::E8M0)),
+    ("quantize::quantize_nvfp4 of", |exec, d| fp4(exec, d, DType::E2M1x2, DType::E4M3)),
+    ("quantize::quantize_nvfp4 into", |exec, d| fp4(exec, DType::BF16, d, DType::E4M3)),
+    ("quantize::nvfp4_scale", |exec, d| quantize::nvfp4_scale(exec, square(d).view()).map(drop)),
     ("rope::apply_rope", |exec, d| {
         let (x, at, mut q, mut k) = (zeros(d, &[3, 2, 8])?, ints(&[3]), zeros(d, &[3, 2, 8])?, zeros(d, &[3, 2, 8])?);
         let (at, x) = (Positions::Ids(at.view()), x.view());
@@ -270,6 +320,45 @@ fn gated(op: fn(&Exec, TensorRef<'_>, TensorMut<'_>) -> Result<()>, exec: &Exec,
 
 fn rms_norm_quant(exec: &Exec, from: DType, to: DType) -> Result<()> {
     norm::rms_norm_quant(exec, square(from).view(), row().view(), 1.0, 1e-6, square(to).view_mut())
+}
+
+fn scaled_gemm(exec: &Exec, [x, w, out]: [DType; 3]) -> Result<()> {
+    gemm::scaled_gemm(exec, square(x).view().into(), square(w).view().into(), square(out).view_mut())
+}
+
+fn moe_ffn(exec: &Exec, x: DType, w: DType) -> Result<()> {
+    let (up, down) = (zeros(w, &[2, 8, 8])?, zeros(w, &[2, 8, 4])?);
+    let (x, ids, weights, mut out) = (square(x), ints(&[8, 2]), f32s(&[8, 2]), square(x));
+    let (x, ids, weights, gate, out) = (x.view(), ids.view(), weights.view(), Gate::Silu, out.view_mut());
+    let (w_gate_up, w_down) = (up.view().into(), down.view().into());
+    moe::moe_ffn(exec, FfnArgs { x, ids, weights, w_gate_up, w_down, gate, out })
+}
+
+fn quantize_fp8(exec: &Exec, from: DType, to: DType) -> Result<()> {
+    let (mut out, mut scales) = (square(to), f32s(&[8, 1]));
+    quantize::quantize_fp8(exec, square(from).view(), Block::GROUP, out.view_mut(), scales.view_mut())
+}
+
+fn dequantize_fp8(exec: &Exec, from: DType, to: DType) -> Result<()> {
+    let (scales, mut out) = (f32s(&[8, 1]), square(to));
+    quantize::dequantize_fp8(exec, square(from).view(), scales.view(), Block::ROW, out.view_mut())
+}
+
+fn mxfp8(exec: &Exec, from: DType, to: DType) -> Result<()> {
+    let (x, mut out, mut scales) = (zeros(from, &[2, 64])?, zeros(to, &[2, 64])?, zeros(DType::E8M0, &[2, 2])?);
+    quantize::quantize_mxfp8(exec, x.view(), out.view_mut(), scales.view_mut())
+}
+
+/// MXFP4 or NVFP4, by the type of the scales.
+fn fp4(exec: &Exec, from: DType, to: DType, scale: DType) -> Result<()> {
+    let blocks = if scale == DType::E8M0 { 2 } else { 4 };
+    let (x, mut out, mut scales) = (zeros(from, &[2, 64])?, zeros(to, &[2, 32])?, zeros(scale, &[2, blocks])?);
+    let (x, out, scales) = (x.view(), out.view_mut(), scales.view_mut());
+    if blocks == 2 {
+        quantize::quantize_mxfp4(exec, x, out, scales)
+    } else {
+        quantize::quantize_nvfp4(exec, x, 1.0, out, scales)
+    }
 }
 
 /// A pool of 4 pages of 4 tokens, 2 heads of 16, of any type; calls `run` with it.

@@ -1,7 +1,7 @@
 //! Eight lanes in plain Rust: what any CPU runs, and what the others are compared with.
 
 use crate::cpu::vector::{Kernel, Vector};
-use crate::tensor::{E4m3, E5m2, Float, bf16, f16};
+use crate::tensor::{E2m1x2, E4m3, E5m2, Float, bf16, f16};
 
 /// The level that needs no instruction beyond the target's baseline.
 #[derive(Clone, Copy, Debug)]
@@ -59,6 +59,11 @@ impl Vector for Portable {
         convert(x)
     }
     #[inline(always)]
+    fn load_e2m1(self, x: &[E2m1x2]) -> F {
+        let x = x.first_chunk::<4>().expect("4 pairs").map(E2m1x2::to_f32);
+        std::array::from_fn(|i| x[i / 2][i % 2])
+    }
+    #[inline(always)]
     fn store(self, x: F, out: &mut [f32]) {
         round_into(x, out);
     }
@@ -69,6 +74,19 @@ impl Vector for Portable {
     #[inline(always)]
     fn store_bf16(self, x: F, out: &mut [bf16]) {
         round_into(x, out);
+    }
+    #[inline(always)]
+    fn store_e4m3(self, x: F, out: &mut [E4m3]) {
+        round_into(x, out);
+    }
+    #[inline(always)]
+    fn store_e5m2(self, x: F, out: &mut [E5m2]) {
+        round_into(x, out);
+    }
+    #[inline(always)]
+    fn store_e2m1(self, x: F, out: &mut [E2m1x2]) {
+        let codes = std::array::from_fn(|i| E2m1x2::from_f32([x[2 * i], x[2 * i + 1]]));
+        *out.first_chunk_mut::<4>().expect("4 pairs") = codes;
     }
     #[inline(always)]
     fn add(self, a: F, b: F) -> F {

@@ -6,7 +6,7 @@
 use std::arch::x86_64::*;
 
 use crate::cpu::vector::{Kernel, Vector};
-use crate::tensor::{E4m3, E5m2, bf16, f16};
+use crate::tensor::{E2M1_VALUES, E2m1x2, E4m3, E5m2, bf16, f16};
 
 /// Proof that this CPU has AVX2, FMA and F16C; only `detect` makes one.
 #[derive(Clone, Copy, Debug)]
@@ -83,6 +83,62 @@ fn prefetch_lines<T>(x: &[T]) {
     }
 }
 
+/// Values of the sixteen e2m1 codes.
+const FP4: [f32; 16] = {
+    let mut all = [0.0; 16];
+    let mut i = 0;
+    while i < 8 {
+        all[i] = E2M1_VALUES[i];
+        all[i + 8] = -E2M1_VALUES[i];
+        i += 1;
+    }
+    all
+};
+
+/// What `round_to` of `tensor/dtype.rs` does, by lanes: the bits of `$exp` exponent and `$man` mantissa bits without the
+/// sign, which may exceed the format. A macro, as a shift by a constant of a generic function is no constant.
+macro_rules! round_to_256 {
+    ($x:expr, $exp:literal, $man:literal) => {{
+        const BIAS: i32 = (1 << ($exp - 1)) - 1;
+        let bits = _mm256_and_si256(_mm256_castps_si256($x), _mm256_set1_epi32(i32::MAX));
+        let shifter = _mm256_set1_epi32((127 + 24 - BIAS - $man) << 23);
+        let sum = _mm256_add_ps(_mm256_castsi256_ps(bits), _mm256_castsi256_ps(shifter));
+        let subnormal = _mm256_sub_epi32(_mm256_castps_si256(sum), shifter);
+        let odd = _mm256_and_si256(_mm256_srli_epi32::<{ 23 - $man }>(bits), _mm256_set1_epi32(1));
+        let half_below = _mm256_set1_epi32((1 << (22 - $man)) - 1);
+        let rounded = _mm256_srli_epi32::<{ 23 - $man }>(_mm256_add_epi32(_mm256_add_epi32(bits, half_below), odd));
+        let normal = _mm256_sub_epi32(rounded, _mm256_set1_epi32((127 - BIAS) << $man));
+        _mm256_blendv_epi8(normal, subnormal, _mm256_cmpgt_epi32(_mm256_set1_epi32((128 - BIAS) << 23), bits))
+    }};
+}
+
+/// As [`round_to_256`].
+macro_rules! round_to_512 {
+    ($x:expr, $exp:literal, $man:literal) => {{
+        const BIAS: i32 = (1 << ($exp - 1)) - 1;
+        let bits = _mm512_and_si512(_mm512_castps_si512($x), _mm512_set1_epi32(i32::MAX));
+        let shifter = _mm512_set1_epi32((127 + 24 - BIAS - $man) << 23);
+        let sum = _mm512_add_ps(_mm512_castsi512_ps(bits), _mm512_castsi512_ps(shifter));
+        let subnormal = _mm512_sub_epi32(_mm512_castps_si512(sum), shifter);
+        let odd = _mm512_and_si512(_mm512_srli_epi32::<{ 23 - $man }>(bits), _mm512_set1_epi32(1));
+        let half_below = _mm512_set1_epi32((1 << (22 - $man)) - 1);
+        let rounded = _mm512_srli_epi32::<{ 23 - $man }>(_mm512_add_epi32(_mm512_add_epi32(bits, half_below), odd));
+        let normal = _mm512_sub_epi32(rounded, _mm512_set1_epi32((127 - BIAS) << $man));
+        let small = _mm512_cmplt_epi32_mask(bits, _mm512_set1_epi32((128 - BIAS) << 23));
+        _mm512_mask_blend_epi32(small, normal, subnormal)
+    }};
+}
+
+/// The lowest byte of each lane.
+#[inline(always)]
+fn low_bytes(token: Avx2, x: __m256i) -> __m128i {
+    with!(token, {
+        let x = _mm256_packus_epi32(x, x);
+        let x = _mm256_packus_epi16(x, x);
+        _mm_unpacklo_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256::<1>(x))
+    })
+}
+
 impl Vector for Avx2 {
     const LANES: usize = 8;
     type F = __m256;
@@ -135,6 +191,19 @@ impl Vector for Avx2 {
         })
     }
     #[inline(always)]
+    fn load_e2m1(self, x: &[E2m1x2]) -> __m256 {
+        let x = x.first_chunk::<4>().expect("a full vector").map(|x| x.0);
+        with!(self, {
+            let x = _mm_cvtepu8_epi16(_mm_cvtsi32_si128(i32::from_le_bytes(x)));
+            let codes = _mm_and_si128(_mm_or_si128(x, _mm_slli_epi16::<4>(x)), _mm_set1_epi16(0x0f0f));
+            let codes = _mm256_cvtepi8_epi32(codes);
+            let sign = _mm256_and_si256(_mm256_slli_epi32::<28>(codes), _mm256_set1_epi32(i32::MIN));
+            // The table is looked up by the lowest three bits.
+            let magnitude = _mm256_permutevar8x32_ps(_mm256_loadu_ps(E2M1_VALUES.as_ptr()), codes);
+            _mm256_or_ps(magnitude, _mm256_castsi256_ps(sign))
+        })
+    }
+    #[inline(always)]
     fn store(self, x: __m256, out: &mut [f32]) {
         with!(self, _mm256_storeu_ps(chunk_mut::<_, 8>(out), x));
     }
@@ -158,6 +227,44 @@ impl Vector for Avx2 {
             let packed = _mm256_permute4x64_epi64::<0b1000>(packed);
             _mm_storeu_si128(chunk_mut::<_, 8>(out).cast(), _mm256_castsi256_si128(packed));
         });
+    }
+    #[inline(always)]
+    fn store_e4m3(self, x: __m256, out: &mut [E4m3]) {
+        with!(self, {
+            let code = _mm256_min_epu32(round_to_256!(x, 4, 3), _mm256_set1_epi32(0x7e));
+            let nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(x, x));
+            let code = _mm256_blendv_epi8(code, _mm256_set1_epi32(0x7f), nan);
+            let sign = _mm256_and_si256(_mm256_srli_epi32::<24>(_mm256_castps_si256(x)), _mm256_set1_epi32(0x80));
+            _mm_storel_epi64(chunk_mut::<_, 8>(out).cast(), low_bytes(self, _mm256_or_si256(code, sign)));
+        });
+    }
+    #[inline(always)]
+    fn store_e5m2(self, x: __m256, out: &mut [E5m2]) {
+        with!(self, {
+            let code = _mm256_min_epu32(round_to_256!(x, 5, 2), _mm256_set1_epi32(0x7b));
+            let bits = _mm256_castps_si256(x);
+            let nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(x, x));
+            let code = _mm256_blendv_epi8(code, _mm256_set1_epi32(0x7f), nan);
+            let magnitude = _mm256_and_si256(bits, _mm256_set1_epi32(i32::MAX));
+            let infinite = _mm256_cmpeq_epi32(magnitude, _mm256_set1_epi32(0x7f80_0000));
+            let code = _mm256_blendv_epi8(code, _mm256_set1_epi32(0x7c), infinite);
+            let sign = _mm256_and_si256(_mm256_srli_epi32::<24>(bits), _mm256_set1_epi32(0x80));
+            _mm_storel_epi64(chunk_mut::<_, 8>(out).cast(), low_bytes(self, _mm256_or_si256(code, sign)));
+        });
+    }
+    #[inline(always)]
+    fn store_e2m1(self, x: __m256, out: &mut [E2m1x2]) {
+        let out = out.first_chunk_mut::<4>().expect("a full vector");
+        let pairs = with!(self, {
+            let code = _mm256_min_epu32(round_to_256!(x, 2, 1), _mm256_set1_epi32(7));
+            let sign = _mm256_and_si256(_mm256_srli_epi32::<28>(_mm256_castps_si256(x)), _mm256_set1_epi32(8));
+            let number = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_ORD_Q>(x, x));
+            let code = _mm256_and_si256(_mm256_or_si256(code, sign), number);
+            // First + 16 * second of every two bytes.
+            let pairs = _mm_maddubs_epi16(low_bytes(self, code), _mm_set1_epi16(0x1001));
+            _mm_cvtsi128_si32(_mm_packus_epi16(pairs, pairs))
+        });
+        *out = pairs.to_le_bytes().map(E2m1x2);
     }
     #[inline(always)]
     fn add(self, a: __m256, b: __m256) -> __m256 {
@@ -337,6 +444,14 @@ impl Vector for Avx512 {
         })
     }
     #[inline(always)]
+    fn load_e2m1(self, x: &[E2m1x2]) -> __m512 {
+        with!(self, {
+            let x = _mm_cvtepu8_epi16(_mm_loadl_epi64(chunk::<_, 8>(x).cast()));
+            let codes = _mm_and_si128(_mm_or_si128(x, _mm_slli_epi16::<4>(x)), _mm_set1_epi16(0x0f0f));
+            _mm512_permutexvar_ps(_mm512_cvtepi8_epi32(codes), _mm512_loadu_ps(FP4.as_ptr()))
+        })
+    }
+    #[inline(always)]
     fn store(self, x: __m512, out: &mut [f32]) {
         with!(self, _mm512_storeu_ps(chunk_mut::<_, 16>(out), x));
     }
@@ -357,6 +472,42 @@ impl Vector for Avx512 {
             let quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x40_0000));
             let high = _mm512_srli_epi32::<16>(_mm512_mask_blend_epi32(nan, rounded, quiet));
             _mm256_storeu_si256(chunk_mut::<_, 16>(out).cast(), _mm512_cvtepi32_epi16(high));
+        });
+    }
+    #[inline(always)]
+    fn store_e4m3(self, x: __m512, out: &mut [E4m3]) {
+        with!(self, {
+            let code = _mm512_min_epu32(round_to_512!(x, 4, 3), _mm512_set1_epi32(0x7e));
+            let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(x, x);
+            let code = _mm512_mask_mov_epi32(code, nan, _mm512_set1_epi32(0x7f));
+            let sign = _mm512_and_si512(_mm512_srli_epi32::<24>(_mm512_castps_si512(x)), _mm512_set1_epi32(0x80));
+            let code = _mm512_cvtepi32_epi8(_mm512_or_si512(code, sign));
+            _mm_storeu_si128(chunk_mut::<_, 16>(out).cast(), code);
+        });
+    }
+    #[inline(always)]
+    fn store_e5m2(self, x: __m512, out: &mut [E5m2]) {
+        with!(self, {
+            let code = _mm512_min_epu32(round_to_512!(x, 5, 2), _mm512_set1_epi32(0x7b));
+            let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(x, x);
+            let code = _mm512_mask_mov_epi32(code, nan, _mm512_set1_epi32(0x7f));
+            let infinite = _mm512_cmp_ps_mask::<_CMP_EQ_OQ>(_mm512_abs_ps(x), _mm512_set1_ps(f32::INFINITY));
+            let code = _mm512_mask_mov_epi32(code, infinite, _mm512_set1_epi32(0x7c));
+            let sign = _mm512_and_si512(_mm512_srli_epi32::<24>(_mm512_castps_si512(x)), _mm512_set1_epi32(0x80));
+            let code = _mm512_cvtepi32_epi8(_mm512_or_si512(code, sign));
+            _mm_storeu_si128(chunk_mut::<_, 16>(out).cast(), code);
+        });
+    }
+    #[inline(always)]
+    fn store_e2m1(self, x: __m512, out: &mut [E2m1x2]) {
+        with!(self, {
+            let code = _mm512_min_epu32(round_to_512!(x, 2, 1), _mm512_set1_epi32(7));
+            let sign = _mm512_and_si512(_mm512_srli_epi32::<28>(_mm512_castps_si512(x)), _mm512_set1_epi32(8));
+            let number = _mm512_cmp_ps_mask::<_CMP_ORD_Q>(x, x);
+            let code = _mm512_cvtepi32_epi8(_mm512_maskz_or_epi32(number, code, sign));
+            // First + 16 * second of every two bytes.
+            let pairs = _mm_maddubs_epi16(code, _mm_set1_epi16(0x1001));
+            _mm_storel_epi64(chunk_mut::<_, 8>(out).cast(), _mm_packus_epi16(pairs, pairs));
         });
     }
     #[inline(always)]

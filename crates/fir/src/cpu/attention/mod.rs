@@ -93,8 +93,7 @@ pub(crate) struct Launch<'a> {
     pub out: DType,
     /// Query heads per KV head.
     pub group: usize,
-    /// Most query rows per head of an item: what [`rows`] gave the plan.
-    pub rows: usize,
+    pub shape: Shape,
     pub kv_heads: usize,
     pub index: Index<'a>,
     pub program: &'a RowProgram,
@@ -123,27 +122,35 @@ struct State {
     d: f32,
 }
 
-/// Query rows per head (tokens × group) that an item should have where there are as many: what a plan cuts by.
-///
-/// Everything that goes through AMX tiles wants more, as packing a KV tile costs as much as many rows' products.
-pub(crate) fn rows(cpu: &Cpu, group: usize, types: &[DType]) -> usize {
-    #[cfg(target_arch = "x86_64")]
-    let most = match cpu.level() {
-        Level::Amx if types.iter().all(|&d| d.size() == 1 || d == DType::BF16) => tiles::ROWS,
-        _ => MAX_ROWS,
-    };
-    #[cfg(not(target_arch = "x86_64"))]
-    let most = MAX_ROWS;
-    (most / group).max(1) * group
+/// How a plan cuts queries and its kernel walks the KV.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Shape {
+    /// Query rows per head (tokens × group) that an item has where there are as many.
+    pub rows: usize,
+    /// KV positions whose weights are taken at once through tiles.
+    pub span: usize,
 }
 
-/// Floats of one worker's tile buffers.
-pub(crate) fn tile_floats(dim_qk: usize, dim_vo: usize, shared_v: bool, rows: usize) -> usize {
-    let (dq, dv, many) = (padded(dim_qk), padded(dim_vo), rows.max(MAX_ROWS));
-    let floats = many * (dq + dv) + TILE_KV * (dq + if shared_v { 0 } else { dv }) + many * TILE_KV;
-    #[cfg(target_arch = "x86_64")]
-    let floats = floats.max(tiles::floats(dq, dv, rows));
-    floats + LINE
+impl Shape {
+    /// For a problem of these types. Everything that goes through AMX tiles wants more rows, as packing a span of KV
+    /// costs as much as many rows' products.
+    pub(crate) fn new(cpu: &Cpu, group: usize, types: &[DType]) -> Self {
+        let tuning = cpu.tuning();
+        let most = match cpu.level() {
+            Level::Amx if types.iter().all(|&d| d.size() == 1 || d == DType::BF16) => tuning.attention_rows,
+            _ => MAX_ROWS,
+        };
+        Self { rows: (most / group).max(1) * group, span: tuning.attention_span }
+    }
+
+    /// Floats of one worker's buffers.
+    pub(crate) fn floats(self, dim_qk: usize, dim_vo: usize, shared_v: bool) -> usize {
+        let (dq, dv, rows) = (padded(dim_qk), padded(dim_vo), self.rows.max(MAX_ROWS));
+        let floats = rows * (dq + dv) + TILE_KV * (dq + if shared_v { 0 } else { dv }) + rows * TILE_KV;
+        #[cfg(target_arch = "x86_64")]
+        let floats = floats.max(tiles::floats(dq, dv, self));
+        floats + LINE
+    }
 }
 
 /// Floats of a cache line: buffers start at one, as vectors across two lines take twice as long to load and store.
@@ -198,7 +205,7 @@ impl<'a, 'b> Worker<'a, 'b> {
         if padded(dim_qk) != dim_qk || padded(launch.dim_vo) != launch.dim_vo {
             tile.fill(0.0);
         }
-        let states = vec![State { m: 0.0, d: 0.0 }; launch.rows.max(MAX_ROWS)];
+        let states = vec![State { m: 0.0, d: 0.0 }; launch.shape.rows.max(MAX_ROWS)];
         Self { launch, tile, partials, sink, regs: Registers::default(), states }
     }
 
@@ -236,7 +243,7 @@ impl Kernel for RunItem<'_, '_> {
         let heads_per_pass = (MAX_ROWS / per_head).max(1) as u32;
         let dim_qk: usize = launch.k.iter().map(Operand::dim).sum();
         let (dq, dv) = (padded(dim_qk), padded(launch.dim_vo));
-        let rows = MAX_ROWS.max(launch.rows);
+        let rows = MAX_ROWS.max(launch.shape.rows);
 
         let skipped = tile.as_ptr().align_offset(64).min(LINE);
         let (q, rest) = tile[skipped..].split_at_mut(rows * dq);

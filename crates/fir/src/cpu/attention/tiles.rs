@@ -1,15 +1,18 @@
 //! Attention of many query rows through AMX tiles.
 //!
-//! For every [`SPAN`] of KV positions and head, keys and values are packed once as right operands; then strips of 32 query
+//! For every span of KV positions and head, keys and values are packed once as right operands; then strips of 32 query
 //! rows take their scores, turn them into weights rounded to bf16, and add the weighted values, all in cache. Scores,
 //! sums and outputs are f32.
 //!
-//! Two products of 16 × 16 × 32 take 32 cycles, the weights between them about as many: each weight is an exponential,
-//! so nothing else of the softmax is done per element.
+//! Two products of 16 × 16 × 32 take 32 cycles, the weights between them about as many, and the one needs the tiles, the
+//! other the vectors. So strips overlap: between the rows of one strip's weights lie pieces of the next strip's scores and
+//! of the one before's values.
+
+use std::ops::Range;
 
 use super::{
-    Finish, Item, Launch, Operand, Registers, Sink, State, base, block_of, ctx_of, hooks, locate, natural, start_state,
-    write_state,
+    Finish, Item, Launch, Operand, Registers, Shape, Sink, State, base, block_of, ctx_of, hooks, locate, natural,
+    start_state, write_state,
 };
 use crate::cpu::arch::{Avx512, Left, Right, Sums, TILE, TileKernel, Tiles};
 use crate::cpu::pool::RowsOnce;
@@ -18,11 +21,6 @@ use crate::plan::TILE_KV;
 use crate::tensor::{DType, bf16};
 use crate::variant::{Block, Visible};
 
-/// Query rows per head and item. A span's keys and values are packed for every item, at the cost of a product with
-/// about 60 rows.
-pub(super) const ROWS: usize = 512;
-/// KV positions whose weights are taken at once: outputs are loaded and stored once per span.
-const SPAN: usize = 256;
 /// Query rows whose weights are taken at once.
 const STRIP: usize = 32;
 /// Depth of a tile.
@@ -44,11 +42,11 @@ pub(super) fn suits(launch: &Launch<'_>) -> bool {
 }
 
 /// Floats of one worker's buffer.
-pub(super) fn floats(dim_qk: usize, dim_vo: usize, rows: usize) -> usize {
-    let rows = rows.next_multiple_of(STRIP);
+pub(super) fn floats(dim_qk: usize, dim_vo: usize, shape: Shape) -> usize {
+    let (rows, span) = (shape.rows.next_multiple_of(STRIP), shape.span);
     let (dq, dv) = (dim_qk, dim_vo);
     // Queries, outputs, scores, weights, keys, values, a step of rows, one wide row, and to the next cache line.
-    rows * dq / 2 + rows * dv + STRIP * SPAN * 3 / 2 + SPAN * (dq + dv) / 2 + STEP * dq.max(dv) / 2 + dq.max(dv) + 16
+    rows * dq / 2 + rows * dv + STRIP * span * 3 + span * (dq + dv) / 2 + STEP * dq.max(dv) / 2 + dq.max(dv) + 16
 }
 
 /// One item of the schedule.
@@ -68,29 +66,30 @@ struct Buffers<'b> {
     q: &'b mut [bf16],
     /// `[rows, dim_vo]`
     o: &'b mut [f32],
-    /// `[STRIP, SPAN]`
+    /// `[2, STRIP, span]`: of two strips.
     s: &'b mut [f32],
-    /// `[STRIP, SPAN]`
+    /// `[2, STRIP, span]`
     p: &'b mut [bf16],
-    /// Tiles `[SPAN / 16, dim_qk / STEP]`
+    /// Tiles `[span / 16, dim_qk / STEP]`
     k: &'b mut [bf16],
-    /// Tiles `[dim_vo / 16, SPAN / STEP]`
+    /// Tiles `[dim_vo / 16, span / STEP]`
     v: &'b mut [bf16],
     /// `[STEP, dim_qk.max(dim_vo)]`
     step: &'b mut [bf16],
     wide: &'b mut [f32],
+    span: usize,
 }
 
 impl<'b> Buffers<'b> {
-    fn new(buffer: &'b mut [f32], rows: usize, dq: usize, dv: usize) -> Self {
+    fn new(buffer: &'b mut [f32], rows: usize, span: usize, dq: usize, dv: usize) -> Self {
         let at = buffer.as_ptr().align_offset(64).min(16);
         let mut rest = &mut buffer[at..];
         let mut take = |n: usize| rest.split_off_mut(..n).expect("sized by `floats`");
-        let (q, o, s, p) = (take(rows * dq / 2), take(rows * dv), take(STRIP * SPAN), take(STRIP * SPAN / 2));
-        let (k, v) = (take(SPAN * dq / 2), take(SPAN * dv / 2));
+        let (q, o, s, p) = (take(rows * dq / 2), take(rows * dv), take(2 * STRIP * span), take(STRIP * span));
+        let (k, v) = (take(span * dq / 2), take(span * dv / 2));
         let (step, wide) = (take(STEP * dq.max(dv) / 2), take(dq.max(dv)));
         let half = bytemuck::cast_slice_mut::<f32, bf16>;
-        Self { q: half(q), o, s, p: half(p), k: half(k), v: half(v), step: half(step), wide }
+        Self { q: half(q), o, s, p: half(p), k: half(k), v: half(v), step: half(step), wide, span }
     }
 }
 
@@ -103,7 +102,7 @@ impl TileKernel for TileItem<'_, '_> {
         let dq: usize = launch.k.iter().map(Operand::dim).sum();
         let per_head = item.q_len as usize * group;
         let rows = per_head.next_multiple_of(STRIP);
-        let mut b = Buffers::new(buffer, rows, dq, dv);
+        let mut b = Buffers::new(buffer, rows, launch.shape.span, dq, dv);
         let tokens = &launch.tokens[item.q_start as usize..][..item.q_len as usize];
         for head in item.head_start..item.head_end {
             for row in 0..per_head {
@@ -121,16 +120,15 @@ impl TileKernel for TileItem<'_, '_> {
             let block = block_of(tokens, head..head + 1, group);
             let mut pos = item.kv_start;
             while pos < item.kv_end {
-                let n = (item.kv_end - pos).min(SPAN as u32) as usize;
+                let n = (item.kv_end - pos).min(b.span as u32) as usize;
                 let kv_pos = launch.kv_base.map_or(0, |b| b[item.request as usize]) + pos as i32;
                 let visible = see(launch, &block, kv_pos, n);
                 if visible != Visible::None {
                     let finite = pack(v, tiles, launch, item, head, pos, n, &mut b, dq);
-                    for first in (0..per_head).step_by(STRIP) {
-                        let count = STRIP.min(per_head - first);
-                        let strip = Strip { launch, item, head, kv_pos, first, count, finite };
-                        strip.run(v, tiles, visible, n, &mut b, dq, regs, states);
-                    }
+                    let span = Span { launch, item, head, kv_pos, n, visible, finite, dq };
+                    let strips = (0..per_head).step_by(STRIP);
+                    let strips = strips.filter_map(|first| span.strip(first, STRIP.min(per_head - first)));
+                    span.run(v, tiles, strips, &mut b, regs, states);
                 }
                 pos += n as u32;
             }
@@ -181,7 +179,7 @@ fn pack(
         }
         let at = &at[from % TILE_KV..][..STEP.min(n - from)];
         let keys = &mut b.k[from * dq..][..STEP * dq];
-        let apart = SPAN / STEP * TILE;
+        let apart = b.span / STEP * TILE;
         let values = &mut b.v[from / STEP * TILE..];
         let mut column = 0;
         for part in launch.k {
@@ -242,108 +240,192 @@ fn rows_of<'a>(
     rows
 }
 
-/// Some query rows of an item against one span.
-struct Strip<'a, 'b> {
+/// One span of an item's KV, packed.
+struct Span<'a, 'b> {
     launch: &'b Launch<'a>,
     item: &'b Item,
     head: u32,
     kv_pos: i32,
-    first: usize,
-    count: usize,
+    n: usize,
+    visible: Visible,
     finite: bool,
+    dq: usize,
 }
 
-impl Strip<'_, '_> {
-    #[expect(clippy::too_many_arguments, reason = "one call site")]
+/// Some query rows of an item and what they see of a span.
+struct Strip {
+    first: usize,
+    count: usize,
+    /// Positions from the first to the last that it sees, in whole steps.
+    from: usize,
+    n: usize,
+    /// Those that some of its rows see and some do not.
+    mixed: Range<usize>,
+}
+
+/// Pieces that a strip's work is cut into, so that it overlaps with its neighbours'.
+const PIECES: usize = 8;
+
+impl Span<'_, '_> {
+    /// What `count` rows from `first` on see; `None` if it is nothing.
+    fn strip(&self, first: usize, count: usize) -> Option<Strip> {
+        let Self { launch, item, head, kv_pos, n, .. } = *self;
+        let all = Strip { first, count, from: 0, n, mixed: 0..0 };
+        if self.visible == Visible::All {
+            return Some(all);
+        }
+        let tokens = first / launch.group..(first + count - 1) / launch.group + 1;
+        let block = block_of(&launch.tokens[item.q_start as usize..][tokens], head..head + 1, launch.group);
+        let sees = |at: usize, end: usize| see(launch, &block, kv_pos + at as i32, end.min(n) - at);
+        match sees(0, n) {
+            Visible::All => return Some(all),
+            Visible::None => return None,
+            Visible::Some => {}
+        }
+        // What it does not see at either end need not be computed.
+        let (mut from, mut end) = (0, n);
+        while from < n && sees(from, from + STEP) == Visible::None {
+            from += STEP;
+        }
+        while from < end && sees((end - 1) / STEP * STEP, end) == Visible::None {
+            end = (end - 1) / STEP * STEP;
+        }
+        if from >= end {
+            return None;
+        }
+        // Behind a causal mask all but the last positions are seen, behind a window all but the first.
+        let mut mixed = from..end;
+        let mut step = (end - from).next_power_of_two().max(STEP);
+        while step >= STEP {
+            if mixed.start + step <= end && sees(from, mixed.start + step) == Visible::All {
+                mixed.start += step;
+            } else if mixed.start == from && mixed.end - from > step && sees(mixed.end - step, end) == Visible::All {
+                mixed.end = (mixed.end - step).next_multiple_of(STEP);
+            }
+            step /= 2;
+        }
+        Some(Strip { first, count, from, n: end, mixed })
+    }
+
     #[inline(always)]
     fn run(
-        self,
+        &self,
         v: Avx512,
         tiles: Tiles,
-        visible: Visible,
-        mut n: usize,
+        mut strips: impl Iterator<Item = Strip>,
         b: &mut Buffers<'_>,
-        dq: usize,
         regs: &mut Registers,
         states: &mut [State],
     ) {
-        let Self { launch, item, head, kv_pos, first, count, finite } = self;
-        let (group, dv) = (launch.group, launch.dim_vo);
-        let mut from = 0;
-        let mut masked = visible == Visible::Some;
-        if masked {
-            // This strip may see all of it or nothing; and it need not compute what it does not see at either end.
-            let tokens = item.q_start as usize + first / group..item.q_start as usize + (first + count - 1) / group + 1;
-            let block = block_of(&launch.tokens[tokens], head..head + 1, group);
-            match see(launch, &block, kv_pos, n) {
-                Visible::All => masked = false,
-                Visible::None => return,
-                Visible::Some => {
-                    let hidden = |at: usize, end: usize| {
-                        see(launch, &block, kv_pos + at as i32, end.min(n) - at) == Visible::None
-                    };
-                    while from < n && hidden(from, from + STEP) {
-                        from += STEP;
-                    }
-                    let mut end = n;
-                    while from < end && hidden((end - 1) / STEP * STEP, end) {
-                        end = (end - 1) / STEP * STEP;
-                    }
-                    if from >= end {
-                        return;
-                    }
-                    n = end;
+        let (mut before, mut now, mut half) = (None::<Strip>, strips.next(), 0);
+        if let Some(first) = &now {
+            self.scores(tiles, first, 0..PIECES, half, b);
+        }
+        while let Some(strip) = now {
+            let next = strips.next();
+            for piece in 0..PIECES {
+                if let Some(next) = &next {
+                    self.scores(tiles, next, piece..piece + 1, 1 - half, b);
+                }
+                if let Some(before) = &before {
+                    self.values(tiles, before, piece..piece + 1, 1 - half, b);
+                }
+                for row in piece * STRIP / PIECES..strip.count.min((piece + 1) * STRIP / PIECES) {
+                    self.weights(v, tiles, &strip, row, half, b, regs, states);
                 }
             }
+            (before, now, half) = (Some(strip), next, 1 - half);
         }
-        let q = Left { data: &b.q[first * dq..], stride: dq };
-        for j in (from..n).step_by(STEP) {
+        if let Some(last) = &before {
+            self.values(tiles, last, 0..PIECES, 1 - half, b);
+        }
+    }
+
+    /// Some pieces of a strip's scores.
+    #[inline(always)]
+    fn scores(&self, tiles: Tiles, strip: &Strip, pieces: Range<usize>, half: usize, b: &mut Buffers<'_>) {
+        let dq = self.dq;
+        let q = Left { data: &b.q[strip.first * dq..], stride: dq };
+        let blocks = (strip.n - strip.from).div_ceil(STEP);
+        for block in pieces.start * blocks / PIECES..pieces.end * blocks / PIECES {
+            let j = strip.from + block * STEP;
             let keys = Right { data: &b.k[j * dq..], stride: 16 * dq };
-            tiles.product_bf16::<2, 2>(q, keys, dq / STEP, Sums { data: &mut b.s[j..], stride: SPAN }, false);
+            let s = Sums { data: &mut b.s[half * STRIP * b.span + j..], stride: b.span };
+            tiles.product_bf16::<2, 2>(q, keys, dq / STEP, s, false);
         }
+    }
 
-        let (base, natural, program) = (base(launch), natural(launch), launch.program);
-        for row in 0..count {
-            let s = &mut b.s[row * SPAN + from..row * SPAN + n.next_multiple_of(STEP)];
-            let seen = n - from;
-            if natural {
-                for s in &mut s[..seen] {
-                    *s *= launch.sm_scale;
+    /// The weights of one row.
+    #[expect(clippy::too_many_arguments, reason = "one call site")]
+    #[inline(always)]
+    fn weights(
+        &self,
+        v: Avx512,
+        tiles: Tiles,
+        strip: &Strip,
+        row: usize,
+        half: usize,
+        b: &mut Buffers<'_>,
+        regs: &mut Registers,
+        states: &mut [State],
+    ) {
+        let Self { launch, item, head, kv_pos, .. } = *self;
+        let Strip { first, from, n, .. } = *strip;
+        let (program, group, dv) = (launch.program, launch.group, launch.dim_vo);
+        let at = (half * STRIP + row) * b.span;
+        let s = &mut b.s[at..][..n.next_multiple_of(STEP)];
+        if natural(launch) {
+            for s in &mut s[from..n] {
+                *s *= launch.sm_scale;
+            }
+        }
+        if program.has_logits() || !strip.mixed.is_empty() {
+            let token = item.q_start as usize + (first + row) / group;
+            let ctx = ctx_of(launch, token, head as usize * group + (first + row) % group);
+            let mixed = strip.mixed.clone();
+            for (part, masked) in [(from..mixed.start, false), (mixed.clone(), true), (mixed.end..n, false)] {
+                if (masked || program.has_logits()) && !part.is_empty() {
+                    let at = kv_pos + part.start as i32;
+                    hooks::logits(v, program, launch.bound, &ctx, at, &mut s[part], regs, masked);
                 }
             }
-            if program.has_logits() || masked {
-                let token = item.q_start as usize + (first + row) / group;
-                let ctx = ctx_of(launch, token, head as usize * group + (first + row) % group);
-                let kv_pos = kv_pos + from as i32;
-                hooks::logits(v, program, launch.bound, &ctx, kv_pos, &mut s[..seen], regs, masked);
-            }
-            s[seen..].fill(f32::NEG_INFINITY);
-            let p = &mut b.p[row * SPAN + from..][..s.len()];
-            weights(v, tiles, s, p, base, &mut states[first + row], &mut b.o[(first + row) * dv..][..dv]);
         }
+        s[n..].fill(f32::NEG_INFINITY);
+        let (s, p) = (&s[from..], &mut b.p[at + from..]);
+        weights(v, tiles, s, p, base(launch), &mut states[first + row], &mut b.o[(first + row) * dv..][..dv]);
+    }
 
-        if masked && !finite {
-            return self.accumulate_visible(from, n, b);
+    /// Adds some pieces of a strip's weighted values.
+    #[inline(always)]
+    fn values(&self, tiles: Tiles, strip: &Strip, pieces: Range<usize>, half: usize, b: &mut Buffers<'_>) {
+        let dv = self.launch.dim_vo;
+        if !strip.mixed.is_empty() && !self.finite {
+            if pieces.start == 0 {
+                self.visible_values(strip, half, b);
+            }
+            return;
         }
-        let p = Left { data: &b.p[from..], stride: SPAN };
-        let apart = SPAN / STEP * TILE;
-        for c in (0..dv).step_by(32) {
-            let values = Right { data: &b.v[c / 16 * apart + from / STEP * TILE..], stride: apart };
-            let o = Sums { data: &mut b.o[first * dv + c..], stride: dv };
+        let Strip { first, from, n, .. } = *strip;
+        let p = Left { data: &b.p[half * STRIP * b.span + from..], stride: b.span };
+        let apart = b.span / STEP * TILE;
+        for pair in pieces.start * (dv / 32) / PIECES..pieces.end * (dv / 32) / PIECES {
+            let values = Right { data: &b.v[2 * pair * apart + from / STEP * TILE..], stride: apart };
+            let o = Sums { data: &mut b.o[first * dv + 32 * pair..], stride: dv };
             tiles.product_bf16::<2, 2>(p, values, (n - from).div_ceil(STEP), o, true);
         }
     }
 
-    /// Adds the weighted values, leaving out positions of weight 0: where a value is not finite, `0 · inf` would put a NaN.
-    fn accumulate_visible(&self, from: usize, n: usize, b: &mut Buffers<'_>) {
+    /// Adds a strip's weighted values, leaving out positions of weight 0: where a value is not finite, `0 · inf` would put
+    /// a NaN.
+    fn visible_values(&self, strip: &Strip, half: usize, b: &mut Buffers<'_>) {
         let dv = self.launch.dim_vo;
-        for row in 0..self.count {
-            let o = &mut b.o[(self.first + row) * dv..][..dv];
-            for j in from..n {
-                let p = b.p[row * SPAN + j].to_f32();
+        for row in 0..strip.count {
+            let o = &mut b.o[(strip.first + row) * dv..][..dv];
+            for j in strip.from..strip.n {
+                let p = b.p[(half * STRIP + row) * b.span + j].to_f32();
                 if p != 0.0 {
                     for (c, o) in o.iter_mut().enumerate() {
-                        let tile = c / 16 * (SPAN / STEP) + j / STEP;
+                        let tile = c / 16 * (b.span / STEP) + j / STEP;
                         *o += p * b.v[tile * TILE + j % STEP / 2 * 32 + c % 16 * 2 + j % 2].to_f32();
                     }
                 }

@@ -9,15 +9,18 @@
 //!
 //! At the AMX level, products of bf16 go through tiles: see [`tiles`].
 
+mod epilogue;
+pub(crate) mod scaled;
 #[cfg(target_arch = "x86_64")]
 mod tiles;
 
 use std::cell::Cell;
 use std::ops::Range;
 
+pub(crate) use self::epilogue::Epilogue;
 use crate::cpu::exec::Cpu;
 use crate::cpu::pool::RowsMut;
-use crate::cpu::rows::{Rows, narrow, widen, with_float};
+use crate::cpu::rows::{Rows, widen, with_float};
 use crate::cpu::vector::{Kernel, Lane, Vector};
 use crate::error::Result;
 use crate::tensor::{DType, TensorMut, TensorRef};
@@ -38,10 +41,11 @@ thread_local! {
 pub(crate) struct Product<'a> {
     /// `[m, k]`
     pub x: TensorRef<'a>,
-    /// `[n, k]`
+    /// `[n, k]`, or `[2 * n, k]` if the epilogue takes two rows per column
     pub w: TensorRef<'a>,
     /// `[m, n]`
     pub out: TensorMut<'a>,
+    pub then: Epilogue<'a>,
 }
 
 impl Product<'_> {
@@ -54,10 +58,6 @@ impl Product<'_> {
     fn work(&self) -> usize {
         self.x.shape().iter().fold(self.w.shape()[0], |n, &m| n.saturating_mul(m))
     }
-}
-
-pub(crate) fn gemm(cpu: &Cpu, x: TensorRef<'_>, w: TensorRef<'_>, out: TensorMut<'_>) -> Result<()> {
-    products(cpu, "gemm", vec![Product { x, w, out }])
 }
 
 /// Several products in one launch, shapes checked by the caller; each side has one type in all of them.
@@ -89,8 +89,8 @@ fn dots_of<X: Lane, W: Lane, O: Lane>(cpu: &Cpu, op: &'static str, list: Vec<Pro
     }
     let panels: usize = list.iter().map(|p| p.w.shape()[0].div_ceil(PANEL)).sum();
     let mut units = vec![];
-    for (Product { x, w, out }, wide) in list.into_iter().zip(&wide) {
-        let (m, k) = (x.shape()[0], x.shape()[1]);
+    for (Product { x, w, out, then }, wide) in list.into_iter().zip(&wide) {
+        let (m, k, n) = (x.shape()[0], x.shape()[1], out.shape()[1]);
         let x = if X::DTYPE == DType::F32 { Rows::<f32>::new(op, "x", x)? } else { Rows::packed_as(wide, m, k) };
         let (w, out) = (Rows::<W>::new(op, "w", w)?, RowsMut::<O>::new(op, "out", out)?);
         // Two units per worker; when there are too few panels for that, their rows are cut too. Never
@@ -98,39 +98,68 @@ fn dots_of<X: Lane, W: Lane, O: Lane>(cpu: &Cpu, op: &'static str, list: Vec<Pro
         let cuts = (2 * cpu.workers()).div_ceil(panels.max(1)).min(m / 24).max(1);
         for rows in out.split(cuts) {
             let columns = rows.split_columns(PANEL).into_iter().enumerate();
-            units.extend(columns.map(|(panel, out)| (x, w, k, panel * PANEL, out)));
+            units.extend(columns.map(|(panel, out)| Unit { x, w, k, n, first: panel * PANEL, out, then }));
         }
     }
-    let work = |(x, w, k, first, out): (Rows<'_, f32>, Rows<'_, W>, usize, usize, RowsMut<'_, O>)| {
-        unit(cpu, x, w, k, first, out);
-    };
     if alone {
-        units.into_iter().for_each(work);
+        units.into_iter().for_each(|u| u.run(cpu));
     } else {
-        cpu.pool().scatter(units, work);
+        cpu.pool().scatter(units, |u| u.run(cpu));
     }
     Ok(())
 }
 
-/// Rows `out.range()` of `x` times weight rows from `first` on, as many as `out` is wide.
-fn unit<W: Lane, O: Lane>(
-    cpu: &Cpu,
-    x: Rows<'_, f32>,
-    w: Rows<'_, W>,
+/// Rows `out.range()` of a product, for the columns from `first` on, as many as `out` is wide.
+struct Unit<'a, W, O> {
+    x: Rows<'a, f32>,
+    w: Rows<'a, W>,
     k: usize,
+    /// Columns of the whole product.
+    n: usize,
     first: usize,
-    mut out: RowsMut<'_, O>,
-) {
-    let mut scratch = SCRATCH.take();
-    let (range, width) = (out.range(), out.row_len());
-    scratch.clear();
-    scratch.resize(range.len() * width + PANEL * DEPTH.min(k), 0.0);
-    let (sums, panel) = scratch.split_at_mut(range.len() * width);
-    cpu.run(Panel { x, rows: range.clone(), w, first, width, k, sums, panel });
-    for (r, sums) in range.zip(sums.chunks_exact(width.max(1))) {
-        cpu.run(Narrow { sums, out: out.row(r) });
+    out: RowsMut<'a, O>,
+    then: Epilogue<'a>,
+}
+
+impl<W: Lane, O: Lane> Unit<'_, W, O> {
+    fn run(self, cpu: &Cpu) {
+        let Self { x, w, k, n, first, mut out, then } = self;
+        let mut scratch = SCRATCH.take();
+        let (range, width) = (out.range(), out.row_len());
+        let size = range.len() * width;
+        scratch.clear();
+        scratch.resize(then.rows() * size + PANEL * DEPTH.min(k), 0.0);
+        let (sums, panel) = scratch.split_at_mut(then.rows() * size);
+        for half in 0..then.rows() {
+            let sums = &mut sums[half * size..][..size];
+            cpu.run(Panel { x, rows: range.clone(), w, first: half * n + first, width, k, sums, panel });
+        }
+        cpu.run(Write { sums, first, out: &mut out, then });
+        SCRATCH.set(scratch);
     }
-    SCRATCH.set(scratch);
+}
+
+/// Writes the sums of a unit, those of all its columns and then those of the second half of the weights.
+struct Write<'a, 'b, O> {
+    sums: &'b [f32],
+    first: usize,
+    out: &'b mut RowsMut<'a, O>,
+    then: Epilogue<'b>,
+}
+
+impl<O: Lane> Kernel for Write<'_, '_, O> {
+    type Out = ();
+    #[inline(always)]
+    fn run<V: Vector>(self, v: V) {
+        let width = self.out.row_len();
+        let range = self.out.range();
+        let (sums, second) = self.sums.split_at(range.len() * width);
+        for (i, r) in range.enumerate() {
+            let columns = i * width..(i + 1) * width;
+            let second = second.get(columns.clone()).unwrap_or_default();
+            self.then.write(v, self.first, &sums[columns], second, self.out.row(r));
+        }
+    }
 }
 
 struct Widen<'a, T> {
@@ -149,19 +178,6 @@ impl<T: Lane> Kernel for Widen<'_, T> {
         for (r, out) in self.out.chunks_exact_mut(k).enumerate() {
             widen(v, self.x.row(r), out);
         }
-    }
-}
-
-struct Narrow<'a, T> {
-    sums: &'a [f32],
-    out: &'a mut [T],
-}
-
-impl<T: Lane> Kernel for Narrow<'_, T> {
-    type Out = ();
-    #[inline(always)]
-    fn run<V: Vector>(self, v: V) {
-        narrow(v, self.sums, self.out);
     }
 }
 

@@ -4,7 +4,7 @@
 //! for all weights; so sums come out turned, `[n, m]`, and are turned back as they are written.
 //!
 //! A unit of work is a block of weight rows against a block of `x`. Up to [`FEW`] rows of `x` use a weight once: tiles
-//! load it from where it lies, and the memory is the bound. For more, a strip of 32 weight rows, [`DEPTH`] deep, is
+//! load it from where it lies, and the memory is the bound. For more, a strip of 32 weight rows is
 //! copied to the first-level cache (rows a power of two apart would fall on few of its sets) and meets every row of the
 //! block, which stays in the second level beside its sums.
 //!
@@ -12,11 +12,11 @@
 
 use std::cell::Cell;
 
-use super::Product;
+use super::{Epilogue, Product};
 use crate::cpu::arch::{Amx, Avx512, Left, Right, Sums, TILE, TileKernel, Tiles, aligned};
 use crate::cpu::exec::Cpu;
 use crate::cpu::pool::RowsMut;
-use crate::cpu::rows::{Rows, narrow};
+use crate::cpu::rows::Rows;
 use crate::cpu::vector::{Lane, Vector};
 use crate::error::Result;
 use crate::tensor::bf16;
@@ -27,18 +27,27 @@ const STEP: usize = 32;
 const STRIP: usize = 32;
 /// Most rows of `x` that use weights as they lie in memory: those of one strip.
 const FEW: usize = STRIP;
-/// Elements along `k` of a strip: with 32 rows 18 KB. Beside it 16 KB of `x` stream through the first-level cache per
-/// product; twice as deep they would push the strip out, and the second level gives no more than 50 bytes a cycle of the
-/// 64 that the tiles take.
-const DEPTH: usize = 256;
-/// Elements from row to row of a copied strip: 16 rows on as many sets.
-const STRIDE: usize = DEPTH + STEP;
 /// Sums of a strip of weights against one of `x`, side by side: 2 KB apart they would fall on four sets of the cache.
 const SUMS: usize = STRIP * STRIP;
-/// Rows of `x` per block: 256 KB of the second-level cache, [`DEPTH`] deep.
-const BLOCK_M: usize = 512;
-/// Most weight rows per block: with [`BLOCK_M`], 1 MB of sums.
-const BLOCK_N: usize = 512;
+/// Sizes of the blocks of a launch.
+///
+/// A strip of the default depth, 256, takes 18 KB. Beside it 16 KB of `x` stream through the first-level cache per
+/// product; twice as deep they would push the strip out, and the second level gives no more than 50 bytes a cycle of the
+/// 64 that the tiles take. A block of 512 rows of `x` and as many weight rows has 1 MB of sums, and 256 KB of `x`.
+#[derive(Clone, Copy)]
+struct Sizes {
+    /// Elements along `k` of a strip.
+    depth: usize,
+    /// Rows of `x` per block, and most weight rows.
+    block: usize,
+}
+
+impl Sizes {
+    /// Elements from row to row of a copied strip: 16 rows on as many sets of the cache.
+    fn stride(self) -> usize {
+        self.depth + STEP
+    }
+}
 
 thread_local! {
     /// Packed rows of a launch. Kept, as new memory of this size would be mapped and cleared every time.
@@ -50,13 +59,15 @@ thread_local! {
 pub(super) fn products<O: Lane>(cpu: &Cpu, amx: Amx, op: &'static str, list: Vec<Product<'_>>) -> Result<()> {
     // Below 4M multiplications, a few microseconds, waking the pool is not worth it.
     let alone = list.iter().fold(0usize, |sum, p| sum.saturating_add(p.work())) < 4 << 20;
-    let sizes = |p: &Product<'_>| p.x.shape()[0].div_ceil(16) * p.x.shape()[1].div_ceil(STEP) * TILE;
+    let tuning = cpu.tuning();
+    let sizes = Sizes { depth: tuning.gemm_depth, block: tuning.gemm_block };
+    let packed_len = |p: &Product<'_>| p.x.shape()[0].div_ceil(16) * p.x.shape()[1].div_ceil(STEP) * TILE;
     let mut buffer = PACKED.take();
-    let packed = aligned(&mut buffer, list.iter().map(sizes).sum());
+    let packed = aligned(&mut buffer, list.iter().map(packed_len).sum());
     let (mut packs, mut rest) = (vec![], &mut *packed);
     for p in &list {
         let x = Rows::<bf16>::new(op, "x", p.x)?;
-        let (mine, others) = rest.split_at_mut(sizes(p));
+        let (mine, others) = rest.split_at_mut(packed_len(p));
         rest = others;
         // Sixteen rows each.
         let tile_rows = mine.chunks_mut((x.row_len().div_ceil(STEP) * TILE).max(1));
@@ -69,19 +80,19 @@ pub(super) fn products<O: Lane>(cpu: &Cpu, amx: Amx, op: &'static str, list: Vec
     }
 
     let (mut units, mut rest) = (vec![], &*packed);
-    let blocks: usize = list.iter().map(|p| p.x.shape()[0].div_ceil(BLOCK_M)).sum();
+    let blocks: usize = list.iter().map(|p| p.x.shape()[0].div_ceil(sizes.block)).sum();
     for p in list {
-        let (mine, others) = rest.split_at(sizes(&p));
+        let (mine, others) = rest.split_at(packed_len(&p));
         rest = others;
-        let (m, k) = (p.x.shape()[0], p.x.shape()[1]);
+        let (m, k, n) = (p.x.shape()[0], p.x.shape()[1], p.out.shape()[1]);
         let (w, out) = (Rows::<bf16>::new(op, "w", p.w)?, RowsMut::<O>::new(op, "out", p.out)?);
         // About eight units per worker over all products, for a worker that is slow for a while.
-        let width = (w.len() * blocks / (8 * cpu.workers())).next_multiple_of(STRIP).clamp(STRIP, BLOCK_N);
+        let width = (w.len() * blocks / (8 * cpu.workers())).next_multiple_of(STRIP).clamp(STRIP, sizes.block);
         let steps = k.div_ceil(STEP);
-        for (b, rows) in out.cut(block_lens(m)).into_iter().enumerate() {
-            let x = &mine[b * BLOCK_M / 16 * steps * TILE..];
+        for (b, rows) in out.cut(lens(m, sizes.block)).into_iter().enumerate() {
+            let x = &mine[b * sizes.block / 16 * steps * TILE..];
             let columns = rows.split_columns(width).into_iter().enumerate();
-            units.extend(columns.map(|(i, out)| Unit { x, w, first: i * width, k, out }));
+            units.extend(columns.map(|(i, out)| Unit { sizes, x, w, k, n, first: i * width, out, then: p.then }));
         }
     }
     if alone {
@@ -94,8 +105,8 @@ pub(super) fn products<O: Lane>(cpu: &Cpu, amx: Amx, op: &'static str, list: Vec
 }
 
 /// Lengths of the blocks that `m` rows are cut into.
-fn block_lens(m: usize) -> impl Iterator<Item = usize> {
-    (0..m).step_by(BLOCK_M).map(move |at| BLOCK_M.min(m - at))
+fn lens(m: usize, block: usize) -> impl Iterator<Item = usize> {
+    (0..m).step_by(block).map(move |at| block.min(m - at))
 }
 
 /// Packs up to 16 rows of `x`, from `first` on, zeros after the last and after the end of each.
@@ -129,14 +140,18 @@ impl TileKernel for Pack<'_> {
     }
 }
 
-/// Rows `out.range()` of a product, at most [`BLOCK_M`], for the weight rows from `first` on, as many as `out` is wide.
+/// Rows `out.range()` of a product, for the weight rows from `first` on, as many as `out` is wide.
 struct Unit<'a, O> {
+    sizes: Sizes,
     /// Packed, from the unit's first row on.
     x: &'a [bf16],
     w: Rows<'a, bf16>,
-    first: usize,
     k: usize,
+    /// Columns of the whole product.
+    n: usize,
+    first: usize,
     out: RowsMut<'a, O>,
+    then: Epilogue<'a>,
 }
 
 impl<O: Lane> TileKernel for Unit<'_, O> {
@@ -147,16 +162,20 @@ impl<O: Lane> TileKernel for Unit<'_, O> {
         let m = self.out.range().len();
         let (strips, widths) = (m.div_ceil(STRIP), self.out.row_len().div_ceil(STRIP));
         {
-            let strip = aligned(&mut strip, STRIP * STRIDE);
-            let sums = aligned(&mut sums, widths * strips * SUMS);
-            if self.k == 0 {
-                sums.fill(0.0);
-            } else if m <= FEW {
-                self.few(tiles, strip, sums);
-            } else {
-                self.many(v, tiles, strip, sums);
+            let strip = aligned(&mut strip, STRIP * self.sizes.stride());
+            let size = widths * strips * SUMS;
+            let sums = aligned(&mut sums, self.then.rows() * size);
+            for (half, sums) in sums.chunks_exact_mut(size).enumerate() {
+                let first = half * self.n + self.first;
+                if self.k == 0 {
+                    sums.fill(0.0);
+                } else if m <= FEW {
+                    self.few(tiles, first, strip, sums);
+                } else {
+                    self.many(v, tiles, first, strip, sums);
+                }
             }
-            self.write(v, tiles, sums);
+            self.write(v, tiles, sums, size);
         }
         SCRATCH.set((strip, sums));
     }
@@ -164,7 +183,7 @@ impl<O: Lane> TileKernel for Unit<'_, O> {
 
 impl<O: Lane> Unit<'_, O> {
     #[inline(always)]
-    fn few(&self, tiles: Tiles, strip: &mut [bf16], sums: &mut [f32]) {
+    fn few(&self, tiles: Tiles, first: usize, strip: &mut [bf16], sums: &mut [f32]) {
         let (m, width) = (self.out.range().len(), self.out.row_len());
         let (whole, steps) = (self.k / STEP, self.k.div_ceil(STEP));
         for j in (0..width).step_by(STRIP) {
@@ -172,29 +191,29 @@ impl<O: Lane> Unit<'_, O> {
             let sums = &mut sums[j * STRIP..][..SUMS];
             let mut done = 0;
             if rows == STRIP
-                && let Some((data, stride)) = self.w.stretch(self.first + j, STRIP)
+                && let Some((data, stride)) = self.w.stretch(first + j, STRIP)
             {
                 self.product(tiles, m, Left { data, stride }, 0, whole, sums, false);
                 done = whole;
             }
             while done < steps {
-                let n = (DEPTH / STEP).min(steps - done);
-                self.copy(j, done, n, strip);
-                self.product(tiles, m, Left { data: strip, stride: STRIDE }, done, n, sums, done > 0);
+                let n = (self.sizes.depth / STEP).min(steps - done);
+                self.copy(first, j, done, n, strip);
+                self.product(tiles, m, Left { data: strip, stride: self.sizes.stride() }, done, n, sums, done > 0);
                 done += n;
             }
         }
     }
 
     #[inline(always)]
-    fn many(&self, v: Avx512, tiles: Tiles, strip: &mut [bf16], sums: &mut [f32]) {
+    fn many(&self, v: Avx512, tiles: Tiles, first: usize, strip: &mut [bf16], sums: &mut [f32]) {
         let (m, width) = (self.out.range().len(), self.out.row_len());
         let (steps, strips) = (self.k.div_ceil(STEP), m.div_ceil(STRIP));
         let mut done = 0;
         while done < steps {
-            let n = (DEPTH / STEP).min(steps - done);
+            let n = (self.sizes.depth / STEP).min(steps - done);
             for j in (0..width).step_by(STRIP) {
-                self.copy(j, done, n, strip);
+                self.copy(first, j, done, n, strip);
                 for i in (0..m).step_by(STRIP) {
                     let x = &self.x[i / 16 * steps * TILE..];
                     let sums = &mut sums[(j / STRIP * strips + i / STRIP) * SUMS..];
@@ -202,7 +221,7 @@ impl<O: Lane> Unit<'_, O> {
                     if done > 0 {
                         v.prefetch(&next[..SUMS.min(next.len())]);
                     }
-                    let left = Left { data: &*strip, stride: STRIDE };
+                    let left = Left { data: &*strip, stride: self.sizes.stride() };
                     Self::product_at(tiles, (m - i).min(STRIP), x, steps, left, done, n, sums, done > 0);
                 }
             }
@@ -248,15 +267,15 @@ impl<O: Lane> Unit<'_, O> {
         }
     }
 
-    /// Copies 32 weight rows from the unit's row `j` on, `n` steps from step `from` on, zeros beyond the weights.
+    /// Copies 32 weight rows from `first + j` on, `n` steps from step `from` on, zeros beyond the weights.
     #[inline(always)]
-    fn copy(&self, j: usize, from: usize, n: usize, strip: &mut [bf16]) {
+    fn copy(&self, first: usize, j: usize, from: usize, n: usize, strip: &mut [bf16]) {
         let rows = STRIP.min(self.out.row_len() - j);
         let columns = from * STEP..self.k.min((from + n) * STEP);
-        for (r, to) in strip.chunks_exact_mut(STRIDE).enumerate() {
+        for (r, to) in strip.chunks_exact_mut(self.sizes.stride()).enumerate() {
             let to = &mut to[..n * STEP];
             if r < rows {
-                let row = &self.w.row(self.first + j + r)[columns.clone()];
+                let row = &self.w.row(first + j + r)[columns.clone()];
                 to[..row.len()].copy_from_slice(row);
                 to[row.len()..].fill(bf16::ZERO);
             } else {
@@ -265,19 +284,23 @@ impl<O: Lane> Unit<'_, O> {
         }
     }
 
-    /// Turns and rounds the sums to the output.
+    /// Turns the sums, `size` of them per weight row of a column, and writes them.
     #[inline(always)]
-    fn write(mut self, v: Avx512, tiles: Tiles, sums: &[f32]) {
+    fn write(mut self, v: Avx512, tiles: Tiles, sums: &[f32], size: usize) {
         let (range, width) = (self.out.range(), self.out.row_len());
         let strips = range.len().div_ceil(STRIP);
-        let mut turned = [[0f32; 16]; 16];
+        let mut turned = [[[0f32; 16]; 16]; 2];
         for i in (0..range.len()).step_by(16) {
             for j in (0..width).step_by(16) {
-                let block = (j / STRIP * strips + i / STRIP) * SUMS;
-                tiles.turn(&sums[block + j % STRIP * STRIP + i % STRIP..], STRIP, &mut turned);
+                let block = (j / STRIP * strips + i / STRIP) * SUMS + j % STRIP * STRIP + i % STRIP;
+                for (sums, turned) in sums.chunks_exact(size).zip(&mut turned) {
+                    tiles.turn(&sums[block..], STRIP, turned);
+                }
                 let columns = j..width.min(j + 16);
-                for (r, row) in turned.iter().enumerate().take(range.len() - i) {
-                    narrow(v, &row[..columns.len()], &mut self.out.row(range.start + i + r)[columns.clone()]);
+                for r in 0..16.min(range.len() - i) {
+                    let [sums, second] = [0, 1].map(|half: usize| &turned[half][r][..columns.len()]);
+                    let out = &mut self.out.row(range.start + i + r)[columns.clone()];
+                    self.then.write(v, self.first + j, sums, second, out);
                 }
             }
         }

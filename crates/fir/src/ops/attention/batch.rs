@@ -1,6 +1,6 @@
 //! [`BatchPlan`]: prefill, decode and append in one plan; what the other plans are made of.
 
-use crate::cpu::attention::{self as kernel, Index, Launch, Operand, Out, Sink, Token};
+use crate::cpu::attention::{self as kernel, Index, Launch, Operand, Out, Shape, Sink, Token};
 use crate::cpu::pool::{RowsMut, RowsOnce};
 use crate::error::{Error, Result};
 use crate::exec::Exec;
@@ -92,8 +92,7 @@ pub struct BatchPlan {
     problem: Problem,
     split: Split,
     workers: usize,
-    /// Most query rows per head of an item.
-    rows: usize,
+    shape: Shape,
     program: RowProgram,
     qo: Ragged,
     kv_lens: Vec<u32>,
@@ -142,17 +141,16 @@ impl BatchPlan {
         }
         check_split(OP, split)?;
         let program = RowProgram::new(&problem.variant, problem.head_dim_qk, problem.head_dim_vo)?;
-        let rows = match exec {
-            Exec::Cpu(cpu) => {
-                kernel::rows(cpu, problem.group(), &[problem.q_dtype, problem.kv_dtype, problem.out_dtype])
-            }
+        let types = [problem.q_dtype, problem.kv_dtype, problem.out_dtype];
+        let shape = match exec {
+            Exec::Cpu(cpu) => Shape::new(cpu, problem.group(), &types),
         };
         Ok(Self {
             program,
             problem,
             split,
             workers: exec.workers(),
-            rows,
+            shape,
             qo: Ragged::from_lens(&[])?,
             kv_lens: Vec::with_capacity(requests),
             tokens: Vec::with_capacity(requests),
@@ -193,7 +191,7 @@ impl BatchPlan {
         self.kv_lens.extend_from_slice(kv_lens);
         self.entries.clear();
         let group = self.problem.group();
-        let tile = (self.rows / group) as u32;
+        let tile = (self.shape.rows / group) as u32;
         for (r, (&q_len, &kv_len)) in qo.lens().iter().zip(kv_lens).enumerate() {
             let first = qo.indptr()[r] as u32;
             let mut at = 0;
@@ -268,7 +266,7 @@ impl BatchPlan {
 
     fn tile_floats(&self) -> usize {
         let p = &self.problem;
-        kernel::tile_floats(p.head_dim_qk, p.head_dim_vo, false, self.rows)
+        self.shape.floats(p.head_dim_qk, p.head_dim_vo, false)
     }
 
     /// Runs one layer. Takes `&self`: a plan has no state that a run changes.
@@ -354,7 +352,7 @@ impl BatchPlan {
             dim_vo: p.head_dim_vo,
             out: p.out_dtype,
             group: p.group(),
-            rows: self.rows,
+            shape: self.shape,
             kv_heads: p.kv_heads,
             index: match &kv {
                 Kv::Paged(_, table) => Index::Paged(table),

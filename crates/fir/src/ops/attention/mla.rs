@@ -8,7 +8,7 @@
 //! ```
 
 use super::batch::{check_batch, check_q, check_split, check_table, output_sink, same_lens, split_scale};
-use crate::cpu::attention::{self as kernel, Index, Launch, Operand, Token};
+use crate::cpu::attention::{self as kernel, Index, Launch, Operand, Shape, Token};
 use crate::error::{Error, Result};
 use crate::exec::Exec;
 use crate::kv::{PageTable, PagedMla, Ragged};
@@ -41,8 +41,7 @@ pub struct MlaProblem {
 pub struct MlaPlan {
     problem: MlaProblem,
     workers: usize,
-    /// Most query rows of an item.
-    rows: usize,
+    shape: Shape,
     kv_lens: Vec<u32>,
     tokens: Vec<Token>,
     schedule: Schedule,
@@ -85,10 +84,11 @@ impl MlaPlan {
         let program = RowProgram::new(&variant, problem.head_dim_ckv + problem.head_dim_kpe, problem.head_dim_ckv)?;
         let (mut tokens, mut entries) = (vec![], vec![]);
         Token::list(qo.lens(), kv_lens, &mut tokens);
-        let rows = match exec {
-            Exec::Cpu(cpu) => kernel::rows(cpu, problem.heads, &[problem.q_dtype, problem.kv_dtype, problem.out_dtype]),
+        let types = [problem.q_dtype, problem.kv_dtype, problem.out_dtype];
+        let shape = match exec {
+            Exec::Cpu(cpu) => Shape::new(cpu, problem.heads, &types),
         };
-        let tile = (rows / problem.heads) as u32;
+        let tile = (shape.rows / problem.heads) as u32;
         for (r, (&q_len, &kv_len)) in qo.lens().iter().zip(kv_lens).enumerate() {
             for at in (0..q_len).step_by(tile as usize) {
                 let rows = tile.min(q_len - at);
@@ -105,7 +105,7 @@ impl MlaPlan {
         Ok(Self {
             problem,
             workers: exec.workers(),
-            rows,
+            shape,
             kv_lens: kv_lens.to_vec(),
             tokens,
             schedule,
@@ -130,7 +130,7 @@ impl MlaPlan {
 
     fn tile_floats(&self) -> usize {
         let p = &self.problem;
-        kernel::tile_floats(p.head_dim_ckv + p.head_dim_kpe, p.head_dim_ckv, true, self.rows)
+        self.shape.floats(p.head_dim_ckv + p.head_dim_kpe, p.head_dim_ckv, true)
     }
 
     /// Runs one layer.
@@ -182,7 +182,7 @@ impl MlaPlan {
             dim_vo: p.head_dim_ckv,
             out: p.out_dtype,
             group: p.heads,
-            rows: self.rows,
+            shape: self.shape,
             kv_heads: 1,
             index: Index::Paged(table),
             program: &self.program,

@@ -1,8 +1,19 @@
-//! Dense matrix products.
+//! Matrix products: dense, with epilogues, of fp8 with scales, of many matrices at once.
 
+mod grouped;
+mod scaled;
+
+pub(super) use self::scaled::bind as bind_scaled;
+pub use self::{
+    grouped::{GroupedArgs, batched_gemm, grouped_gemm},
+    scaled::scaled_gemm,
+};
 use crate::cpu;
-use crate::error::Result;
+use crate::cpu::gemm::{Epilogue, Product};
+use crate::error::{Error, Result};
 use crate::exec::Exec;
+use crate::ops::norm;
+pub use crate::tensor::{Block, Scaled};
 use crate::tensor::{Dims, TensorMut, TensorRef};
 
 /// Multiplies the rows of `x` by a matrix of weights stored as a linear layer's are, one output per row.
@@ -15,7 +26,97 @@ use crate::tensor::{Dims, TensorMut, TensorRef};
 /// * `out`: `[m, n]`, f32, f16 or bf16; rows contiguous
 pub fn gemm(exec: &Exec, x: TensorRef<'_>, w: TensorRef<'_>, out: TensorMut<'_>) -> Result<()> {
     Dims::of("gemm").bind("x", &x, &["m", "k"])?.bind("w", &w, &["n", "k"])?.bind("out", &out, &["m", "n"])?;
+    product("gemm", exec, Product { x, w, out, then: Epilogue::None })
+}
+
+/// [`gemm`] with a bias.
+///
+/// `out[i, j] = Σ_l x[i, l] * w[j, l] + bias[j]`
+///
+/// * `bias`: `[n]`, f32, f16 or bf16; the rest as in [`gemm`]
+pub fn gemm_bias(
+    exec: &Exec,
+    x: TensorRef<'_>,
+    w: TensorRef<'_>,
+    bias: TensorRef<'_>,
+    out: TensorMut<'_>,
+) -> Result<()> {
+    const OP: &str = "gemm_bias";
+    let mut dims = Dims::of(OP);
+    dims.bind("x", &x, &["m", "k"])?.bind("w", &w, &["n", "k"])?.bind("bias", &bias, &["n"])?;
+    dims.bind("out", &out, &["m", "n"])?;
+    let bias = cpu::rows::widened(OP, "bias", bias)?;
+    product(OP, exec, Product { x, w, out, then: Epilogue::Bias(&bias) })
+}
+
+/// The first half of a gated feed-forward layer: [`gemm`] by two matrices, one on top of the other, and SiLU.
+///
+/// `g[i, j] = Σ_l x[i, l] * w[j, l]`, `u[i, j] = Σ_l x[i, l] * w[n + j, l]`, `out[i, j] = g / (1 + e^-g) * u`
+///
+/// `g` and `u` are not rounded in between.
+///
+/// * `w`: `[2 * n, k]`; the rest as in [`gemm`]
+pub fn gemm_silu_mul(exec: &Exec, x: TensorRef<'_>, w: TensorRef<'_>, out: TensorMut<'_>) -> Result<()> {
+    const OP: &str = "gemm_silu_mul";
+    Dims::of(OP).bind("x", &x, &["m", "k"])?.bind("w", &w, &["2n", "k"])?.bind("out", &out, &["m", "n"])?;
+    if out.shape()[1].checked_mul(2) != Some(w.shape()[0]) {
+        return Err(Error::value(OP, "w", format!("{} rows", w.shape()[0]), format!("2 * {}", out.shape()[1])));
+    }
+    product(OP, exec, Product { x, w, out, then: Epilogue::SiluMul })
+}
+
+/// Adds a product to what is there: a layer's output to the residual stream.
+///
+/// `residual[i, j] += Σ_l x[i, l] * w[j, l]`, rounded once
+///
+/// * `residual`: `[m, n]`; the rest as in [`gemm`]
+pub fn gemm_add(exec: &Exec, x: TensorRef<'_>, w: TensorRef<'_>, residual: TensorMut<'_>) -> Result<()> {
+    const OP: &str = "gemm_add";
+    let mut dims = Dims::of(OP);
+    dims.bind("x", &x, &["m", "k"])?.bind("w", &w, &["n", "k"])?.bind("residual", &residual, &["m", "n"])?;
+    product(OP, exec, Product { x, w, out: residual, then: Epilogue::Add })
+}
+
+/// Tensors of [`gemm_add_rms_norm`].
+#[derive(Debug)]
+pub struct GemmAddNormArgs<'a> {
+    /// `[m, k]`
+    pub x: TensorRef<'a>,
+    /// `[n, k]`
+    pub w: TensorRef<'a>,
+    /// `[m, n]`; added to.
+    pub residual: TensorMut<'a>,
+    /// `[n]`
+    pub weight: TensorRef<'a>,
+    /// Added to the mean of the squares.
+    pub eps: f32,
+    /// `[m, n]`, of the type of `residual`.
+    pub out: TensorMut<'a>,
+}
+
+/// [`gemm_add`], then [`norm::rms_norm`] of the sum: the end of one layer and the start of the next.
+///
+/// `residual[i, j] += Σ_l x[i, l] * w[j, l]`, `out[i, j] = residual[i, j] / sqrt(mean_j(residual[i, j]²) + eps) * weight[j]`
+pub fn gemm_add_rms_norm(exec: &Exec, args: GemmAddNormArgs<'_>) -> Result<()> {
+    const OP: &str = "gemm_add_rms_norm";
+    let GemmAddNormArgs { x, w, mut residual, weight, eps, out } = args;
+    let mut dims = Dims::of(OP);
+    dims.bind("x", &x, &["m", "k"])?.bind("w", &w, &["n", "k"])?.bind("residual", &residual, &["m", "n"])?;
+    dims.bind("weight", &weight, &["n"])?.bind("out", &out, &["m", "n"])?;
+    // What the norm would refuse is refused before anything is written.
+    if !(eps.is_finite() && eps >= 0.0) {
+        return Err(Error::value(OP, "eps", eps, "a finite number from 0 on"));
+    }
+    if out.dtype() != residual.dtype() {
+        let want = format!("{}, as `residual`", residual.dtype());
+        return Err(Error::DType { op: OP, arg: "out", got: out.dtype().name(), want });
+    }
+    product(OP, exec, Product { x, w, out: residual.reborrow(), then: Epilogue::Add })?;
+    norm::rms_norm(exec, residual.as_ref(), weight, eps, out)
+}
+
+fn product(op: &'static str, exec: &Exec, product: Product<'_>) -> Result<()> {
     match exec {
-        Exec::Cpu(cpu) => cpu::gemm::gemm(cpu, x, w, out),
+        Exec::Cpu(cpu) => cpu::gemm::products(cpu, op, vec![product]),
     }
 }

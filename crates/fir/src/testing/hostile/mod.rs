@@ -9,6 +9,8 @@
 
 mod attention;
 mod cache;
+mod moe;
+mod quantize;
 mod rows;
 mod tokens;
 
@@ -36,6 +38,10 @@ pub const TARGETS: &[(&str, Target)] = &[
     ("attention::merge", attention::merge),
     ("attention::single", attention::single),
     ("gemm", rows::gemm),
+    ("gemm::grouped_gemm", moe::grouped_gemm),
+    ("gemm::scaled_gemm", moe::scaled_gemm),
+    ("moe::moe_ffn", moe::ffn),
+    ("moe::route", moe::route),
     ("norm::fused_add_rms_norm", rows::fused_add_rms_norm),
     ("norm::fused_add_rms_norm_quant", rows::fused_add_rms_norm_quant),
     ("norm::layer_norm", rows::layer_norm),
@@ -45,6 +51,9 @@ pub const TARGETS: &[(&str, Target)] = &[
     ("page::append_paged_kv", cache::append_kv),
     ("page::append_paged_mla", cache::append_mla),
     ("page::seq_lens", cache::lengths),
+    ("quantize::blocks", quantize::blocks),
+    ("quantize::fp8", quantize::fp8),
+    ("quantize::packbits", quantize::packbits),
     ("rope::apply_rope", cache::rope),
     ("rope::rope_quantize_append", cache::rope_append),
     ("sampling::renorm", tokens::renorm),

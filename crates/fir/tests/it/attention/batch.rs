@@ -4,7 +4,7 @@ use fir::kv::KvLayout;
 use fir::testing::Rng;
 use fir::variant::{self, Params};
 
-use super::case::{Batch, Case, check_case, run};
+use super::case::{Batch, Case, check_case, expected, run, run_plan};
 use crate::support::every_exec;
 
 const Q: [DType; 5] = [DType::F32, DType::F16, DType::BF16, DType::E4M3, DType::E5M2];
@@ -129,6 +129,78 @@ fn every_library_variant_matches_reference() {
         check_case(&Case::new(heads, 2, 32, DType::F32, variant.clone()), &params);
         check_case(&Case::new(heads, 4, 16, DType::BF16, variant), &params);
     }
+}
+
+#[test]
+fn many_query_rows_match_reference_behind_every_kind_of_mask() {
+    let mut rng = Rng::new(6);
+    let (slopes, sinks) = (rng.normals(4), rng.normals(4));
+    let causal = |v| variant::causal().and(v).unwrap();
+    let (lens, kv_lens) = (vec![100u32, 1, 40, 9], vec![600u32, 70, 40, 300]);
+    let (mut bytes, mut indptr) = (vec![], vec![0i32]);
+    for (q, kv) in lens.iter().zip(&kv_lens) {
+        bytes.extend((0..(q * kv).div_ceil(8)).map(|_| rng.bits() as u8));
+        indptr.push(bytes.len() as i32);
+    }
+    let cases = [
+        (variant::standard(), Params::new(), DType::BF16),
+        (variant::causal(), Params::new(), DType::E4M3),
+        (causal(variant::sliding_window()), Params::new().i32("window_left", 70), DType::BF16),
+        (variant::sliding_window(), Params::new().i32("window_left", 300), DType::E5M2),
+        (causal(variant::soft_cap()), Params::new().f32("soft_cap", 0.5), DType::BF16),
+        (causal(variant::alibi()), Params::new().f32_tensor("alibi_slopes", &slopes), DType::BF16),
+        (causal(variant::sink()), Params::new().f32_tensor("sink", &sinks), DType::E2M1x2),
+        (variant::custom_mask(), Params::new().bits("mask", &bytes, &indptr), DType::BF16),
+    ];
+    for (variant, params, kv_dtype) in cases {
+        let mut case = Case::new(4, 2, 32, DType::BF16, variant);
+        (case.q_lens, case.kv_lens) = (lens.clone(), kv_lens.clone());
+        (case.problem.kv_dtype, case.page_size) = (kv_dtype, 16);
+        check_case(&case, &params);
+    }
+    for dim in [64, 96, 128] {
+        let mut case = Case::new(6, 1, dim, DType::BF16, variant::causal());
+        (case.q_lens, case.kv_lens, case.page_size, case.layout) = (vec![37, 50], vec![290, 50], 1, KvLayout::Hnd);
+        check_case(&case, &Params::new());
+    }
+}
+
+#[test]
+fn sizes_of_blocks_change_results_in_their_last_bits_only() {
+    let mut case = Case::new(4, 1, 64, DType::BF16, variant::causal());
+    (case.q_lens, case.kv_lens, case.page_size) = (vec![70, 1], vec![400, 9], 16);
+    let batch = Batch::new(&case);
+    let fir::Exec::Cpu(cpu) = fir::Exec::cpu().unwrap() else { unreachable!() };
+    let exec = |text: &str| fir::Exec::Cpu(cpu.tuned(text.parse().unwrap()).unwrap());
+    let expected = expected(&case, &batch, &Params::new());
+    for text in ["", "attention_rows 32", "attention_span 64", "attention_rows 96\nattention_span 1024"] {
+        let exec = exec(text);
+        let (out, lse) = run(&exec, &case, &batch, &Params::new(), Split::Balanced, true);
+        expected.check(&format!("{text:?}"), out.view(), Some(lse.view()));
+        // A plan of one executor runs on another.
+        let other = fir::Exec::cpu_with(fir::exec::Level::Portable, 2).unwrap();
+        let plan = BatchPlan::new(&exec, case.problem.clone(), &batch.qo, &case.kv_lens, Split::Balanced).unwrap();
+        let (out, lse) = run_plan(&plan, &other, &case, &batch, &Params::new(), true);
+        expected.check(&format!("{text:?} on another"), out.view(), Some(lse.view()));
+    }
+}
+
+#[test]
+fn values_that_are_not_finite_stay_where_they_are_among_many_rows() {
+    let mut case = Case::new(2, 1, 32, DType::BF16, variant::causal());
+    (case.q_lens, case.kv_lens, case.page_size) = (vec![60], vec![300], 4);
+    let mut batch = Batch::new(&case);
+    let (page, slot) = batch.table.locate(0, 270).unwrap();
+    let at = (page * case.page_size + slot) * 32;
+    batch.v.as_mut_slice::<half::bf16>().unwrap()[at..at + 32].fill(half::bf16::INFINITY);
+    every_exec(|exec| {
+        let (out, _) = run(exec, &case, &batch, &Params::new(), Split::Off, true);
+        let out = out.as_slice::<half::bf16>().unwrap();
+        for token in 0..60 {
+            let sees = token + 240 >= 270;
+            assert_eq!(out[token * 64..][..64].iter().all(|x| x.is_finite()), !sees, "{exec:?} {token}");
+        }
+    });
 }
 
 #[test]

@@ -166,7 +166,21 @@ impl Expected {
 /// Runs `case` through a [`BatchPlan`] on every executor and split, and compares with the reference.
 #[track_caller]
 pub(crate) fn check_case(case: &Case, params: &Params<'_>) {
-    let (p, batch) = (&case.problem, Batch::new(case));
+    let batch = Batch::new(case);
+    let expected = expected(case, &batch, params);
+    let softmax = case.problem.variant.normalize() == fir::variant::Normalize::Softmax;
+    crate::support::every_exec(|exec| {
+        for split in [Split::Balanced, Split::Fixed(64), Split::Off] {
+            let (out, lse) = run(exec, case, &batch, params, split, softmax);
+            let what = format!("{exec:?} {split:?} {case:?}");
+            expected.check(&what, out.view(), softmax.then(|| lse.view()));
+        }
+    });
+}
+
+/// What `case` should give.
+pub(crate) fn expected(case: &Case, batch: &Batch, params: &Params<'_>) -> Expected {
+    let p = &case.problem;
     let sm_scale = 1.0 / (p.head_dim_qk as f32).sqrt();
     let b = reference::attention::Batch {
         q: batch.q.view(),
@@ -176,15 +190,7 @@ pub(crate) fn check_case(case: &Case, params: &Params<'_>) {
         params,
         sm_scale: f64::from(sm_scale),
     };
-    let expected = Expected::of(p.out_dtype, |precision| reference::attention::batch(precision, &b));
-    let softmax = p.variant.normalize() == fir::variant::Normalize::Softmax;
-    crate::support::every_exec(|exec| {
-        for split in [Split::Balanced, Split::Fixed(64), Split::Off] {
-            let (out, lse) = run(exec, case, &batch, params, split, softmax);
-            let what = format!("{exec:?} {split:?} {case:?}");
-            expected.check(&what, out.view(), softmax.then(|| lse.view()));
-        }
-    });
+    Expected::of(p.out_dtype, |precision| reference::attention::batch(precision, &b))
 }
 
 pub(crate) fn run(
@@ -195,8 +201,19 @@ pub(crate) fn run(
     split: Split,
     lse: bool,
 ) -> (Tensor, Tensor) {
+    let plan = BatchPlan::new(exec, case.problem.clone(), &batch.qo, &case.kv_lens, split).unwrap();
+    run_plan(&plan, exec, case, batch, params, lse)
+}
+
+pub(crate) fn run_plan(
+    plan: &BatchPlan,
+    exec: &Exec,
+    case: &Case,
+    batch: &Batch,
+    params: &Params<'_>,
+    lse: bool,
+) -> (Tensor, Tensor) {
     let p = &case.problem;
-    let plan = BatchPlan::new(exec, p.clone(), &batch.qo, &case.kv_lens, split).unwrap();
     let mut out = poisoned(p.out_dtype, &[batch.qo.rows(), p.qo_heads, p.head_dim_vo]);
     let mut lse_out = poisoned(DType::F32, &[batch.qo.rows(), p.qo_heads]);
     plan.run(

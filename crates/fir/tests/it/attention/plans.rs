@@ -304,7 +304,7 @@ fn latent_attention_matches_reference() {
         (DType::E4M3, DType::E5M2, DType::F32),
     ] {
         for (heads, ckv, kpe) in [(16, 512, 64), (3, 40, 8), (128, 24, 0), (1, 512, 64)] {
-            for causal in [false, true] {
+            for (causal, scales) in [(false, (0.5, 2.0)), (true, (0.5, 2.0)), (true, (1.0, 1.0))] {
                 let mut rng = Rng::new(2);
                 let (q_lens, kv_lens) = ([1u32, 3, 1, 0, 1], [70i32, 9, 0, 5, 200]);
                 let qo = Ragged::from_lens(&q_lens).unwrap();
@@ -317,7 +317,7 @@ fn latent_attention_matches_reference() {
                 let q_nope = rng.tensor(q_dtype, &[6, heads, ckv]);
                 let q_pe = rng.tensor(q_dtype, &[6, heads, kpe]);
                 let (c, p) = (rng.tensor(kv_dtype, &[40, page, ckv]), rng.tensor(kv_dtype, &[40, page, kpe]));
-                let kv = PagedMla::new(c.view(), p.view()).unwrap().with_scales(0.5, 2.0).unwrap();
+                let kv = PagedMla::new(c.view(), p.view()).unwrap().with_scales(scales.0, scales.1).unwrap();
                 let sm_scale = 0.07f32;
                 let variant = if causal { variant::causal() } else { variant::standard() };
                 let b = reference::attention::Mla {

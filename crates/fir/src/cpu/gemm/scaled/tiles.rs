@@ -1,0 +1,327 @@
+//! Products of fp8 through AMX tiles: fp8 is bf16 exactly.
+//!
+//! As in the dense product's tiles, weights are the left operand and sums come out turned. Weights are always copied,
+//! a strip of 32 rows at a time, and become bf16 on the way. Scales of whole rows meet the sums as they are written.
+//! Where scales are of parts of rows, a *segment* is what has one scale on either side: its product goes to a tile of
+//! its own, and from there, scaled, to the sums.
+//!
+//! Segments are added in order, the steps of one in order, whatever the number of rows: the same bits.
+
+use std::cell::Cell;
+
+use super::{ScaledProduct, Scales};
+use crate::cpu::arch::{Amx, Avx512, Left, Right, Sums, TILE, TileKernel, Tiles};
+use crate::cpu::exec::Cpu;
+use crate::cpu::pool::RowsMut;
+use crate::cpu::rows::{Rows, narrow};
+use crate::cpu::vector::{Lane, Vector};
+use crate::error::Result;
+use crate::tensor::{DType, bf16};
+
+/// Elements along `k` of one step of a tile.
+const STEP: usize = 32;
+/// Weight rows and rows of `x` per product of tiles.
+const STRIP: usize = 32;
+/// Steps of a strip: with 32 rows 33 KB of the first-level cache's 48.
+const STEPS: usize = 16;
+/// Elements from row to row of a strip: 16 rows on as many sets of the cache.
+const STRIDE: usize = (STEPS + 1) * STEP;
+/// Rows of `x` per block: 512 KB of the second-level cache, a strip deep.
+const BLOCK_M: usize = 512;
+/// Most weight rows per block: with [`BLOCK_M`], 1 MB of sums.
+const BLOCK_N: usize = 512;
+
+thread_local! {
+    /// A strip and the sums, kept from unit to unit.
+    static SCRATCH: Cell<(Vec<bf16>, Vec<f32>)> = const { Cell::new((Vec::new(), Vec::new())) };
+}
+
+/// Whether tiles take such a product: its types are exact in bf16, and scales change between steps. Sizes do not matter,
+/// or a row's result would depend on them.
+pub(super) fn takes(p: &ScaledProduct<'_>) -> bool {
+    let even = |columns: usize| columns.is_multiple_of(STEP) || columns == crate::tensor::Block::ALL;
+    matches!(p.x.data.dtype(), DType::BF16 | DType::E4M3 | DType::E5M2)
+        && [&p.x, &p.w].iter().all(|side| side.scales.is_none() || even(side.block.columns))
+}
+
+/// Steps that have one scale on either side; `None` if that is all.
+fn segment(x: &Scales<'_>, w: &Scales<'_>) -> Option<usize> {
+    let gcd = |mut a: usize, mut b: usize| {
+        while b > 0 {
+            (a, b) = (b, a % b);
+        }
+        a
+    };
+    match (x.partial, w.partial) {
+        (true, true) => Some(gcd(x.block.columns, w.block.columns) / STEP),
+        (true, false) => Some(x.block.columns / STEP),
+        (false, true) => Some(w.block.columns / STEP),
+        (false, false) => None,
+    }
+}
+
+pub(super) fn products<X: Lane, W: Lane, O: Lane>(
+    cpu: &Cpu,
+    amx: Amx,
+    op: &'static str,
+    list: Vec<ScaledProduct<'_>>,
+) -> Result<()> {
+    let shape = |p: &ScaledProduct<'_>| (p.x.data.shape()[0], p.x.data.shape()[1]);
+    let work = |p: &ScaledProduct<'_>| shape(p).0.saturating_mul(shape(p).1).saturating_mul(p.w.data.shape()[0]);
+    // Below 4M multiplications, a few microseconds, waking the pool is not worth it.
+    let alone = list.iter().fold(0usize, |sum, p| sum.saturating_add(work(p))) < 4 << 20;
+    let size = |p: &ScaledProduct<'_>| shape(p).0.div_ceil(16) * shape(p).1.div_ceil(STEP) * TILE;
+    let mut packed = vec![bf16::ZERO; list.iter().map(size).sum()];
+    let (mut packs, mut factors, mut rest) = (vec![], vec![], &mut packed[..]);
+    for p in &list {
+        let x = Rows::<X>::new(op, "x", p.x.data)?;
+        let (mine, others) = rest.split_at_mut(size(p));
+        rest = others;
+        let tile_rows = mine.chunks_mut((x.row_len().div_ceil(STEP) * TILE).max(1));
+        packs.extend(tile_rows.enumerate().map(|(i, to)| Pack { x, first: 16 * i, to }));
+        factors.push(turned_scales(op, p)?);
+    }
+    if alone || packs.len() == 1 {
+        packs.into_iter().for_each(|p| amx.run(p));
+    } else {
+        cpu.pool().scatter(packs, |p| amx.run(p));
+    }
+
+    let (mut units, mut rest) = (vec![], &packed[..]);
+    let blocks: usize = list.iter().map(|p| shape(p).0.div_ceil(BLOCK_M)).sum();
+    for (p, factors) in list.into_iter().zip(&factors) {
+        let (mine, others) = rest.split_at(size(&p));
+        rest = others;
+        let (m, k) = shape(&p);
+        let (x_scales, w_scales) = (Scales::new(op, "x.scales", &p.x)?, Scales::new(op, "w.scales", &p.w)?);
+        let (w, out) = (Rows::<W>::new(op, "w", p.w.data)?, RowsMut::<O>::new(op, "out", p.out)?);
+        // About eight units per worker over all products, for a worker that is slow for a while.
+        let width = (w.len() * blocks / (8 * cpu.workers())).next_multiple_of(STRIP).clamp(STRIP, BLOCK_N);
+        let segment = segment(&x_scales, &w_scales);
+        let lens = (0..m).step_by(BLOCK_M).map(|at| BLOCK_M.min(m - at));
+        for (b, rows) in out.cut(lens).into_iter().enumerate() {
+            let x = &mine[b * BLOCK_M / 16 * k.div_ceil(STEP) * TILE..];
+            let factors = Factors { data: factors, stride: m.next_multiple_of(STRIP), first: b * BLOCK_M };
+            let columns = rows.split_columns(width).into_iter().enumerate();
+            units.extend(columns.map(|(i, out)| Unit {
+                x,
+                x_scales,
+                factors,
+                w,
+                w_scales,
+                first: i * width,
+                segment,
+                out,
+            }));
+        }
+    }
+    if alone {
+        units.into_iter().for_each(|u| amx.run(u));
+    } else {
+        cpu.pool().scatter(units, |u| amx.run(u));
+    }
+    Ok(())
+}
+
+/// Scales of `x` by segment and then by row, rows filled up to whole strips; empty without segments.
+fn turned_scales(op: &'static str, p: &ScaledProduct<'_>) -> Result<Vec<f32>> {
+    let (x, w) = (Scales::new(op, "x.scales", &p.x)?, Scales::new(op, "w.scales", &p.w)?);
+    let Some(segment) = segment(&x, &w) else { return Ok(Vec::new()) };
+    let (m, k) = (p.x.data.shape()[0], p.x.data.shape()[1]);
+    let (segments, stride) = (k.div_ceil(segment * STEP), m.next_multiple_of(STRIP));
+    let mut out = vec![1f32; segments * stride];
+    for r in 0..if x.partial { m } else { 0 } {
+        let scales = x.parts(r);
+        for s in 0..segments {
+            out[s * stride + r] = scales[s * segment * STEP / x.block.columns];
+        }
+    }
+    Ok(out)
+}
+
+/// Scales of the rows of a unit, by segment.
+#[derive(Clone, Copy)]
+struct Factors<'a> {
+    data: &'a [f32],
+    stride: usize,
+    /// Of the unit, among the product's rows.
+    first: usize,
+}
+
+/// Packs up to 16 rows of `x`, from `first` on, zeros after the last and after the end of each.
+struct Pack<'a, X> {
+    x: Rows<'a, X>,
+    first: usize,
+    to: &'a mut [bf16],
+}
+
+impl<X: Lane> TileKernel for Pack<'_, X> {
+    type Out = ();
+    #[inline(always)]
+    fn run(self, v: Avx512, tiles: Tiles) {
+        let Self { x, first, to } = self;
+        let rows = 16.min(x.len() - first);
+        let mut block = [[bf16::ZERO; STEP]; 16];
+        for (step, tile) in to.chunks_exact_mut(TILE).enumerate() {
+            for (r, to) in block.iter_mut().take(rows).enumerate() {
+                convert(v, tiles, x.row(first + r), step * STEP, to);
+            }
+            let mut lines: [&[bf16]; 16] = [&[]; 16];
+            for (line, row) in lines.iter_mut().zip(&block) {
+                *line = row;
+            }
+            tiles.pack_rows(&lines, 0, tile);
+        }
+    }
+}
+
+/// Fills `to`, whole steps, with the elements of a row from `from` on, zeros after its end. Exact for fp8 and bf16.
+#[inline(always)]
+fn convert<T: Lane>(v: Avx512, tiles: Tiles, row: &[T], from: usize, to: &mut [bf16]) {
+    let row = &row[from..row.len().min(from + to.len())];
+    let whole = row.len() / STEP * STEP;
+    let mut i = 0;
+    while i < whole {
+        tiles.narrow(T::load(v, &row[i..]), T::load(v, &row[i + STEP / 2..]), &mut to[i..]);
+        i += STEP;
+    }
+    if i < to.len() {
+        let rest = &row[i..];
+        let (low, high) = rest.split_at(rest.len().min(STEP / 2));
+        tiles.narrow(T::load_tail(v, low), T::load_tail(v, high), &mut to[i..]);
+    }
+}
+
+/// Rows `out.range()` of a product, at most [`BLOCK_M`], for the weight rows from `first` on, as many as `out` is wide.
+struct Unit<'a, W, O> {
+    /// Packed, from the unit's first row on.
+    x: &'a [bf16],
+    x_scales: Scales<'a>,
+    factors: Factors<'a>,
+    w: Rows<'a, W>,
+    w_scales: Scales<'a>,
+    first: usize,
+    segment: Option<usize>,
+    out: RowsMut<'a, O>,
+}
+
+impl<W: Lane, O: Lane> TileKernel for Unit<'_, W, O> {
+    type Out = ();
+    #[inline(always)]
+    fn run(self, v: Avx512, tiles: Tiles) {
+        let (mut strip, mut sums) = SCRATCH.take();
+        let (m, width) = (self.out.range().len(), self.out.row_len());
+        let (steps, stride) = (self.w.row_len().div_ceil(STEP), m.next_multiple_of(STRIP));
+        strip.resize(STRIP * STRIDE, bf16::ZERO);
+        let used = width.next_multiple_of(STRIP) * stride;
+        sums.resize(sums.len().max(used), 0.0);
+        if steps == 0 || self.segment.is_some() {
+            sums[..used].fill(0.0);
+        }
+        let mut done = 0;
+        while done < steps {
+            let n = STEPS.min(steps - done);
+            for j in (0..width).step_by(STRIP) {
+                self.copy(v, tiles, j, done, n, &mut strip);
+                for i in (0..m).step_by(STRIP) {
+                    let sums = Sums { data: &mut sums[j * stride + i..], stride };
+                    match self.segment {
+                        Some(segment) => self.segments(v, tiles, (i, j), segment, &strip, done..done + n, sums),
+                        None => self.product(tiles, i, &strip, done, n, sums, done > 0),
+                    }
+                }
+            }
+            done += n;
+        }
+        self.write(v, tiles, &sums, stride);
+        SCRATCH.set((strip, sums));
+    }
+}
+
+impl<W: Lane, O: Lane> Unit<'_, W, O> {
+    /// Copies 32 weight rows from the unit's row `j` on, `n` steps from step `from` on, as bf16; zeros beyond the weights.
+    #[inline(always)]
+    fn copy(&self, v: Avx512, tiles: Tiles, j: usize, from: usize, n: usize, strip: &mut [bf16]) {
+        let rows = STRIP.min(self.out.row_len() - j);
+        for (r, to) in strip.chunks_exact_mut(STRIDE).enumerate() {
+            let to = &mut to[..n * STEP];
+            if r < rows {
+                convert(v, tiles, self.w.row(self.first + j + r), from * STEP, to);
+            } else {
+                to.fill(bf16::ZERO);
+            }
+        }
+    }
+
+    /// The strip, from its step 0 on, against the rows of `x` from `i` on: `n` steps from step `from` of `x` on.
+    #[expect(clippy::too_many_arguments, reason = "what a product of tiles takes")]
+    #[inline(always)]
+    fn product(&self, tiles: Tiles, i: usize, strip: &[bf16], from: usize, n: usize, sums: Sums<'_, f32>, keep: bool) {
+        let steps = self.w.row_len().div_ceil(STEP);
+        let left = Left { data: strip, stride: STRIDE };
+        let right = Right { data: &self.x[(i / 16 * steps + from) * TILE..], stride: steps * TILE };
+        if self.out.range().len() - i > 16 {
+            tiles.product_bf16::<2, 2>(left, right, n, sums, keep);
+        } else {
+            tiles.product_bf16::<2, 1>(left, right, n, sums, keep);
+        }
+    }
+
+    /// Adds the product of a strip, whose steps are `range` of the whole depth, segment by segment.
+    #[expect(clippy::too_many_arguments, reason = "what a product of tiles takes")]
+    #[inline(always)]
+    fn segments(
+        &self,
+        v: Avx512,
+        tiles: Tiles,
+        (i, j): (usize, usize),
+        segment: usize,
+        strip: &[bf16],
+        range: std::ops::Range<usize>,
+        sums: Sums<'_, f32>,
+    ) {
+        let mut part = [0f32; STRIP * STRIP];
+        let rows = STRIP.min(self.out.row_len() - j);
+        let mut at = range.start;
+        while at < range.end {
+            let s = at / segment;
+            let end = range.end.min((s + 1) * segment);
+            let to = Sums { data: &mut part, stride: STRIP };
+            self.product(tiles, i, &strip[(at - range.start) * STEP..], at, end - at, to, false);
+            let x = &self.factors.data[s * self.factors.stride + self.factors.first + i..][..STRIP];
+            let (low, high) = (v.load(x), v.load(&x[16..]));
+            for r in 0..rows {
+                let scales = self.w_scales.parts(self.first + j + r);
+                let scale =
+                    if scales.is_empty() { 1.0 } else { scales[s * segment * STEP / self.w_scales.block.columns] };
+                let (scale, from, to) = (v.splat(scale), &part[r * STRIP..], &mut sums.data[r * sums.stride..]);
+                v.store(v.fma(v.load(from), v.mul(low, scale), v.load(to)), to);
+                // Of 16 rows or fewer the second half of `part` is not written: old numbers, for sums that nobody reads.
+                v.store(v.fma(v.load(&from[16..]), v.mul(high, scale), v.load(&to[16..])), &mut to[16..]);
+            }
+            at = end;
+        }
+    }
+
+    /// Turns `sums`, `stride` floats per weight row, applies the scales of whole rows, and rounds to the output.
+    #[inline(always)]
+    fn write(mut self, v: Avx512, tiles: Tiles, sums: &[f32], stride: usize) {
+        let (range, width) = (self.out.range(), self.out.row_len());
+        let mut factors = [1f32; BLOCK_N];
+        for (j, factor) in factors[..width].iter_mut().enumerate() {
+            *factor = self.w_scales.whole(self.first + j);
+        }
+        let mut turned = [[0f32; 16]; 16];
+        for i in (0..range.len()).step_by(16) {
+            for j in (0..width).step_by(16) {
+                tiles.turn(&sums[j * stride + i..], stride, &mut turned);
+                let (columns, w) = (j..width.min(j + 16), v.load(&factors[j..]));
+                for (r, row) in turned.iter_mut().enumerate().take(range.len() - i) {
+                    let x = v.splat(self.x_scales.whole(range.start + i + r));
+                    v.store(v.mul(v.mul(v.load(row), x), w), row);
+                    narrow(v, &row[..columns.len()], &mut self.out.row(range.start + i + r)[columns.clone()]);
+                }
+            }
+        }
+    }
+}
