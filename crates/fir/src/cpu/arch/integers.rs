@@ -330,7 +330,10 @@ mod x86 {
     fn half_scaled(v: Avx2, x: __m256i, scale: __m256i) -> (__m256i, __m256i) {
         with!(v, {
             let low = _mm256_set1_epi16(0xff);
-            let scale = _mm256_or_si256(_mm256_srli_epi32::<16>(_mm256_slli_epi32::<16>(scale)), _mm256_slli_epi32::<16>(scale));
+            let scale = _mm256_or_si256(
+                _mm256_srli_epi32::<16>(_mm256_slli_epi32::<16>(scale)),
+                _mm256_slli_epi32::<16>(scale),
+            );
             let even = _mm256_mullo_epi16(_mm256_srai_epi16::<8>(_mm256_slli_epi16::<8>(x)), scale);
             let odd = _mm256_mullo_epi16(_mm256_srai_epi16::<8>(x), scale);
             let half = _mm256_set1_epi16(128);
