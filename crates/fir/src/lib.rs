@@ -62,9 +62,10 @@ pub mod routing;
 pub mod tensor;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
+pub mod tune;
 pub mod variant;
 
-pub use crate::ops::{activation, attention, gemm, moe, norm, page, quantize, rope, sampling, speculative, topk, tune};
+pub use crate::ops::{activation, attention, gemm, moe, norm, page, quantize, rope, sampling, speculative, topk};
 pub use crate::{
     error::{Error, Result},
     exec::Exec,

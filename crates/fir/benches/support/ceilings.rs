@@ -87,8 +87,8 @@ impl Ceilings {
             black_box(fma::rounds(8 * n));
         }));
         if self.amx {
-            self.best.amx_bf16 = self.best.amx_bf16.max(all(amx::OPERATIONS, |n| amx::rounds::<false>(n)));
-            self.best.amx_int8 = self.best.amx_int8.max(all(2 * amx::OPERATIONS, |n| amx::rounds::<true>(n)));
+            self.best.amx_bf16 = self.best.amx_bf16.max(all(amx::OPERATIONS, amx::rounds::<false>));
+            self.best.amx_int8 = self.best.amx_int8.max(all(2 * amx::OPERATIONS, amx::rounds::<true>));
         }
     }
 }

@@ -11,4 +11,3 @@ pub mod rope;
 pub mod sampling;
 pub mod speculative;
 pub mod topk;
-pub mod tune;

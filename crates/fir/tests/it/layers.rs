@@ -16,6 +16,7 @@ const LAYERS: &[&[&str]] = &[
     &["reference", "cpu"],
     &["exec"],
     &["ops"],
+    &["tune"],
     &["testing"],
 ];
 

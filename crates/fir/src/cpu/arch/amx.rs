@@ -450,6 +450,7 @@ mod tests {
     }
 
     #[test]
+    #[expect(clippy::print_stderr, reason = "a skip must be seen")]
     fn products_and_packing_match_plain_loops() {
         match Amx::detect() {
             Some(amx) => amx.run(Check),

@@ -105,14 +105,14 @@ impl TileKernel for TileItem<'_, '_> {
         let mut b = Buffers::new(buffer, rows, launch.shape.span, dq, dv);
         let tokens = &launch.tokens[item.q_start as usize..][..item.q_len as usize];
         for head in item.head_start..item.head_end {
-            for row in 0..per_head {
+            for (row, state) in states[..per_head].iter_mut().enumerate() {
                 let (token, qo_head) = (item.q_start as usize + row / group, head as usize * group + row % group);
                 let mut to = &mut b.q[row * dq..][..dq];
                 for (part, _) in launch.q {
                     let to = to.split_off_mut(..part.dim()).expect("checked by `suits`");
                     part.copy_bf16(v, [0, token, qo_head], b.wide, to);
                 }
-                states[row] = start_state(launch, item, &ctx_of(launch, token, qo_head), regs);
+                *state = start_state(launch, item, &ctx_of(launch, token, qo_head), regs);
             }
             b.q[per_head * dq..].fill(bf16::ZERO);
             b.o.fill(0.0);
@@ -133,9 +133,9 @@ impl TileKernel for TileItem<'_, '_> {
                 pos += n as u32;
             }
 
-            for row in 0..per_head {
+            for (row, &state) in states[..per_head].iter().enumerate() {
                 let (token, qo_head) = (item.q_start as usize + row / group, head as usize * group + row % group);
-                let (o, state) = (&mut b.o[row * dv..][..dv], states[row]);
+                let o = &mut b.o[row * dv..][..dv];
                 if item.partial != Item::WHOLE {
                     let part = (head - item.head_start) as usize * per_head + row;
                     write_state(partials.take(item.partial as usize + part), o, state);

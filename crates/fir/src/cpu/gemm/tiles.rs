@@ -297,8 +297,9 @@ impl<O: Lane> Unit<'_, O> {
                     tiles.turn(&sums[block..], STRIP, turned);
                 }
                 let columns = j..width.min(j + 16);
-                for r in 0..16.min(range.len() - i) {
-                    let [sums, second] = [0, 1].map(|half: usize| &turned[half][r][..columns.len()]);
+                let [first, second] = &turned;
+                for (r, (sums, second)) in first.iter().zip(second).enumerate().take(range.len() - i) {
+                    let (sums, second) = (&sums[..columns.len()], &second[..columns.len()]);
                     let out = &mut self.out.row(range.start + i + r)[columns.clone()];
                     self.then.write(v, self.first + j, sums, second, out);
                 }

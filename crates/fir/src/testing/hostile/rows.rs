@@ -99,7 +99,7 @@ pub(super) fn block_gemm(exec: &Exec, b: &mut Bytes<'_>) -> Result<()> {
     let k = if b.rarely() { b.size() } else { blocks * format.elements() };
     let bytes = n.saturating_mul(blocks * format.bytes()).min(200_000);
     let (bytes, seed) = (if b.rarely() { bytes / 2 } else { bytes }, b.byte());
-    let data: Vec<u8> = (0..bytes).map(|i| (i * 131 >> 3) as u8 ^ seed).collect();
+    let data: Vec<u8> = (0..bytes).map(|i| ((i * 131) >> 3) as u8 ^ seed).collect();
     let w = gemm::BlockWeights::pack(exec, format, &data, n, k)?;
     let (dtype, out_dtype) = (b.float(), b.float());
     let (x, mut out) = (b.tensor(dtype, &[m, k]), b.tensor(out_dtype, &[m, n]));

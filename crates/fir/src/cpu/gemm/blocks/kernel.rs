@@ -264,9 +264,9 @@ fn tile<V: Integers, C: Codes, S: Scales, const R: usize>(
     for (g, (group, scales)) in groups.enumerate().take(SUPER / 32) {
         let mut part = [[v.splat(0); R]; 2];
         if !S::MIN {
-            for sub in 0..S::SUBS {
+            for (sub, part) in part.iter_mut().enumerate().take(S::SUBS) {
                 for r in 0..R {
-                    part[sub][r] = v.splat(rows[r].sums[S::SUBS * g + sub]);
+                    part[r] = v.splat(rows[r].sums[S::SUBS * g + sub]);
                 }
             }
         }
@@ -285,10 +285,10 @@ fn tile<V: Integers, C: Codes, S: Scales, const R: usize>(
                 }
             }
         } else {
-            for sub in 0..S::SUBS {
+            for (sub, part) in part.iter().enumerate().take(S::SUBS) {
                 let (scale, min) = S::read(v, scales, sub);
                 for r in 0..R {
-                    whole[r] = v.mul_add(part[sub][r], scale, whole[r]);
+                    whole[r] = v.mul_add(part[r], scale, whole[r]);
                     if S::MIN {
                         // Exact, as the sum stays below 2^24.
                         minima[r] = v.fma(v.float(min), v.splat_f32(rows[r].sum(S::SUBS * g + sub)), minima[r]);
