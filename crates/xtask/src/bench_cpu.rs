@@ -1,8 +1,8 @@
 //! `cargo xtask bench-cpu`: our operators, PyTorch's on the CPU, and what the machine can do, in one run.
 //!
 //! Each side is a process that answers questions (`crates/fir/benches/compared.rs` and `.py`). Samples alternate, ours,
-//! ceilings, theirs, ceilings, so that what else happens on the machine happens to all of them; ratios are of the best
-//! sample to the best.
+//! ceilings, theirs, so that what else happens on the machine happens to all of them; ratios are medians of those of
+//! neighbours in time.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -100,7 +100,9 @@ struct Row {
     /// Amount per second, in GB or GFLOP, with its unit.
     rate: String,
     ceiling: f64,
+    /// Medians of the ratios to the ceiling beside a sample, and to torch's sample beside it.
     share: Option<f64>,
+    times: Option<f64>,
     target: Target,
 }
 
@@ -142,8 +144,9 @@ pub(crate) fn run(filter: Option<&str>, quick: bool, update: bool) -> Result<()>
 }
 
 const INTRODUCTION: &str = "\
-Times are of the fastest call. `rate` is over the bytes or operations that the case must do at the least, `share` its \
-ratio to the\nceiling named in the target, measured between the samples of the same case. Caches are paged for fir (16 \
+Times are of the fastest call, `rate` and `ceiling` the best of the case. `fir is` and `share` are medians: of torch's \
+time over\nours, sample by sample, and of a sample's rate over the ceiling named in the target, measured right before and \
+after it.\nRates are over the bytes or operations that a case must do at the least. Caches are paged for fir (16 \
 tokens, 64 for\nmla) and contiguous for torch, whose attention is `scaled_dot_product_attention`; its top-p is sort, sum \
 and draw.\n";
 
@@ -160,14 +163,13 @@ fn table(rows: &[Row]) -> String {
 
 impl Row {
     fn cells(&self) -> [String; 9] {
-        let times = self.theirs.map(|theirs| theirs / self.ours);
-        let (target, met) = self.target.verdict(self.share, times);
+        let (target, met) = self.target.verdict(self.share, self.times);
         let or_none = |x: Option<String>| x.unwrap_or_else(|| "-".into());
         [
             format!("`{}`", self.id),
             micros(self.ours),
             or_none(self.theirs.map(micros)),
-            or_none(times.map(|t| format!("{t:.2} ×"))),
+            or_none(self.times.map(|t| format!("{t:.2} ×"))),
             self.rate.clone(),
             if self.ceiling > 0.0 { format!("{:.1}", self.ceiling / 1e9) } else { "-".into() },
             or_none(self.share.map(|s| format!("{:.0} %", 100.0 * s))),
@@ -206,32 +208,43 @@ fn measured(id: &str, target: Target, ours: &mut Side, theirs: Option<&mut Side>
         None => None,
     };
     let (name, unit) = target.ceiling();
-    let (mut own, mut other, mut ceiling) = (f64::INFINITY, f64::INFINITY, 0f64);
+    let amount = number(&case, unit)?;
+    let (mut own, mut other, mut ceilings) = (vec![], vec![], vec![number(&ours.ask("ceilings")?, name)?]);
     let sample = if quick { "sample 20" } else { "sample 60" };
-    let mut rounds = if quick { 2 } else { 5 };
+    let mut rounds = if quick { 3 } else { 9 };
     while rounds > 0 {
         rounds -= 1;
-        own = own.min(number(&ours.ask(sample)?, "seconds")?);
-        ceiling = ceiling.max(number(&ours.ask("ceilings")?, name)?);
+        own.push(number(&ours.ask(sample)?, "seconds")?);
+        ceilings.push(number(&ours.ask("ceilings")?, name)?);
         if let Some(side) = &mut theirs {
-            other = other.min(number(&side.ask(sample)?, "seconds")?);
-            ceiling = ceiling.max(number(&ours.ask("ceilings")?, name)?);
+            other.push(number(&side.ask(sample)?, "seconds")?);
         }
-        // A call of a second is long enough to be taken once or twice.
-        if own.max(if other.is_finite() { other } else { 0.0 }) > 0.5 {
-            rounds = rounds.min(1);
+        // A call of a second is long enough to be taken a few times only.
+        if own.iter().chain(&other).any(|&seconds| seconds > 0.5) {
+            rounds = rounds.min(2);
         }
     }
-    let rate = number(&case, unit)? / own;
+    // A neighbour on the same core halves everything for seconds: so each sample with the ceilings right before and after.
+    let beside = ceilings.windows(2).map(|two| f64::midpoint(two[0], two[1]));
+    let share = median(own.iter().zip(beside).map(|(seconds, ceiling)| amount / seconds / ceiling).collect());
+    let times = median(other.iter().zip(&own).map(|(theirs, ours)| theirs / ours).collect());
+    let least = |all: &[f64]| all.iter().copied().fold(f64::INFINITY, f64::min);
+    let ceiling = ceilings.iter().copied().fold(0.0, f64::max);
     Ok(Row {
         id: id.to_owned(),
-        ours: own,
-        theirs: theirs.map(|_| other),
-        rate: format!("{:.1} {}", rate / 1e9, if unit == "bytes" { "GB/s" } else { "GFLOP/s" }),
+        ours: least(&own),
+        theirs: theirs.map(|_| least(&other)),
+        times,
+        rate: format!("{:.1} {}", amount / least(&own) / 1e9, if unit == "bytes" { "GB/s" } else { "GFLOP/s" }),
         ceiling,
-        share: (ceiling > 0.0).then(|| rate / ceiling),
+        share: share.filter(|_| ceiling > 0.0),
         target,
     })
+}
+
+fn median(mut all: Vec<f64>) -> Option<f64> {
+    all.sort_by(f64::total_cmp);
+    all.get(all.len() / 2).copied()
 }
 
 fn number(answer: &Value, name: &str) -> Result<f64> {
@@ -394,6 +407,7 @@ mod tests {
             rate: "20.0 GB/s".into(),
             ceiling: 40e9,
             share: Some(0.5),
+            times: Some(2.0),
             target: Target::Read(0.85),
         };
         let shown = "| `gemm/f32/m1` | 1000 | 2000 | 2.00 × | 20.0 GB/s | 40.0 | 50 % | 85 % of read | no |\n";
