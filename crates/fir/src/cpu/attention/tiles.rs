@@ -4,11 +4,9 @@
 //! rows take their scores, turn them into weights rounded to bf16, and add the weighted values, all in cache. Scores,
 //! sums and outputs are f32.
 //!
-//! Two products of 16 × 16 × 32 take 32 cycles, the weights between them about as many, and the one needs the tiles, the
-//! other the vectors. So strips overlap: between the rows of one strip's weights lie pieces of the next strip's scores and
-//! of the one before's values.
-
-use std::ops::Range;
+//! Two products of 16 × 16 × 32 take 32 cycles, the weights between them about as many: each weight is an exponential,
+//! so nothing else of the softmax is done per element. Laying pieces of the next strip's scores between the rows of one
+//! strip's weights, so that tiles and vectors work at once, brought nothing on a Xeon of model 207.
 
 use super::{
     Finish, Item, Launch, Operand, Registers, Shape, Sink, State, base, block_of, ctx_of, hooks, locate, natural,
@@ -46,7 +44,7 @@ pub(super) fn floats(dim_qk: usize, dim_vo: usize, shape: Shape) -> usize {
     let (rows, span) = (shape.rows.next_multiple_of(STRIP), shape.span);
     let (dq, dv) = (dim_qk, dim_vo);
     // Queries, outputs, scores, weights, keys, values, a step of rows, one wide row, and to the next cache line.
-    rows * dq / 2 + rows * dv + STRIP * span * 3 + span * (dq + dv) / 2 + STEP * dq.max(dv) / 2 + dq.max(dv) + 16
+    rows * dq / 2 + rows * dv + STRIP * span * 3 / 2 + span * (dq + dv) / 2 + STEP * dq.max(dv) / 2 + dq.max(dv) + 16
 }
 
 /// One item of the schedule.
@@ -66,9 +64,9 @@ struct Buffers<'b> {
     q: &'b mut [bf16],
     /// `[rows, dim_vo]`
     o: &'b mut [f32],
-    /// `[2, STRIP, span]`: of two strips.
+    /// `[STRIP, span]`
     s: &'b mut [f32],
-    /// `[2, STRIP, span]`
+    /// `[STRIP, span]`
     p: &'b mut [bf16],
     /// Tiles `[span / 16, dim_qk / STEP]`
     k: &'b mut [bf16],
@@ -85,7 +83,7 @@ impl<'b> Buffers<'b> {
         let at = buffer.as_ptr().align_offset(64).min(16);
         let mut rest = &mut buffer[at..];
         let mut take = |n: usize| rest.split_off_mut(..n).expect("sized by `floats`");
-        let (q, o, s, p) = (take(rows * dq / 2), take(rows * dv), take(2 * STRIP * span), take(STRIP * span));
+        let (q, o, s, p) = (take(rows * dq / 2), take(rows * dv), take(STRIP * span), take(STRIP * span / 2));
         let (k, v) = (take(span * dq / 2), take(span * dv / 2));
         let (step, wide) = (take(STEP * dq.max(dv) / 2), take(dq.max(dv)));
         let half = bytemuck::cast_slice_mut::<f32, bf16>;
@@ -125,10 +123,11 @@ impl TileKernel for TileItem<'_, '_> {
                 let visible = see(launch, &block, kv_pos, n);
                 if visible != Visible::None {
                     let finite = pack(v, tiles, launch, item, head, pos, n, &mut b, dq);
-                    let span = Span { launch, item, head, kv_pos, n, visible, finite, dq };
-                    let strips = (0..per_head).step_by(STRIP);
-                    let strips = strips.filter_map(|first| span.strip(first, STRIP.min(per_head - first)));
-                    span.run(v, tiles, strips, &mut b, regs, states);
+                    for first in (0..per_head).step_by(STRIP) {
+                        let count = STRIP.min(per_head - first);
+                        let strip = Strip { launch, item, head, kv_pos, first, count, finite };
+                        strip.run(v, tiles, visible, n, &mut b, dq, regs, states);
+                    }
                 }
                 pos += n as u32;
             }
@@ -240,189 +239,124 @@ fn rows_of<'a>(
     rows
 }
 
-/// One span of an item's KV, packed.
-struct Span<'a, 'b> {
+/// Some query rows of an item against one span.
+struct Strip<'a, 'b> {
     launch: &'b Launch<'a>,
     item: &'b Item,
     head: u32,
     kv_pos: i32,
-    n: usize,
-    visible: Visible,
-    finite: bool,
-    dq: usize,
-}
-
-/// Some query rows of an item and what they see of a span.
-struct Strip {
     first: usize,
     count: usize,
-    /// Positions from the first to the last that it sees, in whole steps.
-    from: usize,
-    n: usize,
-    /// Those that some of its rows see and some do not.
-    mixed: Range<usize>,
+    finite: bool,
 }
 
-/// Pieces that a strip's work is cut into, so that it overlaps with its neighbours'.
-const PIECES: usize = 8;
-
-impl Span<'_, '_> {
-    /// What `count` rows from `first` on see; `None` if it is nothing.
-    fn strip(&self, first: usize, count: usize) -> Option<Strip> {
-        let Self { launch, item, head, kv_pos, n, .. } = *self;
-        let all = Strip { first, count, from: 0, n, mixed: 0..0 };
-        if self.visible == Visible::All {
-            return Some(all);
-        }
-        let tokens = first / launch.group..(first + count - 1) / launch.group + 1;
-        let block = block_of(&launch.tokens[item.q_start as usize..][tokens], head..head + 1, launch.group);
-        let sees = |at: usize, end: usize| see(launch, &block, kv_pos + at as i32, end.min(n) - at);
-        match sees(0, n) {
-            Visible::All => return Some(all),
-            Visible::None => return None,
-            Visible::Some => {}
-        }
-        // What it does not see at either end need not be computed.
-        let (mut from, mut end) = (0, n);
-        while from < n && sees(from, from + STEP) == Visible::None {
-            from += STEP;
-        }
-        while from < end && sees((end - 1) / STEP * STEP, end) == Visible::None {
-            end = (end - 1) / STEP * STEP;
-        }
-        if from >= end {
-            return None;
-        }
-        // Behind a causal mask all but the last positions are seen, behind a window all but the first.
-        let mut mixed = from..end;
-        let mut step = (end - from).next_power_of_two().max(STEP);
-        while step >= STEP {
-            if mixed.start + step <= end && sees(from, mixed.start + step) == Visible::All {
-                mixed.start += step;
-            } else if mixed.start == from && mixed.end - from > step && sees(mixed.end - step, end) == Visible::All {
-                mixed.end = (mixed.end - step).next_multiple_of(STEP);
-            }
-            step /= 2;
-        }
-        Some(Strip { first, count, from, n: end, mixed })
-    }
-
-    #[inline(always)]
-    fn run(
-        &self,
-        v: Avx512,
-        tiles: Tiles,
-        mut strips: impl Iterator<Item = Strip>,
-        b: &mut Buffers<'_>,
-        regs: &mut Registers,
-        states: &mut [State],
-    ) {
-        let (mut before, mut now, mut half) = (None::<Strip>, strips.next(), 0);
-        if let Some(first) = &now {
-            self.scores(tiles, first, 0..PIECES, half, b);
-        }
-        while let Some(strip) = now {
-            let next = strips.next();
-            for piece in 0..PIECES {
-                if let Some(next) = &next {
-                    self.scores(tiles, next, piece..piece + 1, 1 - half, b);
-                }
-                if let Some(before) = &before {
-                    self.values(tiles, before, piece..piece + 1, 1 - half, b);
-                }
-                for row in piece * STRIP / PIECES..strip.count.min((piece + 1) * STRIP / PIECES) {
-                    self.weights(v, tiles, &strip, row, half, b, regs, states);
-                }
-            }
-            (before, now, half) = (Some(strip), next, 1 - half);
-        }
-        if let Some(last) = &before {
-            self.values(tiles, last, 0..PIECES, 1 - half, b);
-        }
-    }
-
-    /// Some pieces of a strip's scores.
-    #[inline(always)]
-    fn scores(&self, tiles: Tiles, strip: &Strip, pieces: Range<usize>, half: usize, b: &mut Buffers<'_>) {
-        let dq = self.dq;
-        let q = Left { data: &b.q[strip.first * dq..], stride: dq };
-        let blocks = (strip.n - strip.from).div_ceil(STEP);
-        for block in pieces.start * blocks / PIECES..pieces.end * blocks / PIECES {
-            let j = strip.from + block * STEP;
-            let keys = Right { data: &b.k[j * dq..], stride: 16 * dq };
-            let s = Sums { data: &mut b.s[half * STRIP * b.span + j..], stride: b.span };
-            tiles.product_bf16::<2, 2>(q, keys, dq / STEP, s, false);
-        }
-    }
-
-    /// The weights of one row.
+impl Strip<'_, '_> {
     #[expect(clippy::too_many_arguments, reason = "one call site")]
     #[inline(always)]
-    fn weights(
-        &self,
+    fn run(
+        self,
         v: Avx512,
         tiles: Tiles,
-        strip: &Strip,
-        row: usize,
-        half: usize,
+        visible: Visible,
+        mut n: usize,
         b: &mut Buffers<'_>,
+        dq: usize,
         regs: &mut Registers,
         states: &mut [State],
     ) {
-        let Self { launch, item, head, kv_pos, .. } = *self;
-        let Strip { first, from, n, .. } = *strip;
-        let (program, group, dv) = (launch.program, launch.group, launch.dim_vo);
-        let at = (half * STRIP + row) * b.span;
-        let s = &mut b.s[at..][..n.next_multiple_of(STEP)];
-        if natural(launch) {
-            for s in &mut s[from..n] {
-                *s *= launch.sm_scale;
-            }
-        }
-        if program.has_logits() || !strip.mixed.is_empty() {
-            let token = item.q_start as usize + (first + row) / group;
-            let ctx = ctx_of(launch, token, head as usize * group + (first + row) % group);
-            let mixed = strip.mixed.clone();
-            for (part, masked) in [(from..mixed.start, false), (mixed.clone(), true), (mixed.end..n, false)] {
-                if (masked || program.has_logits()) && !part.is_empty() {
-                    let at = kv_pos + part.start as i32;
-                    hooks::logits(v, program, launch.bound, &ctx, at, &mut s[part], regs, masked);
+        let Self { launch, item, head, kv_pos, first, count, finite } = self;
+        let (group, dv) = (launch.group, launch.dim_vo);
+        let mut from = 0;
+        // Positions that some of its rows see and some do not.
+        let mut mixed = 0..0;
+        if visible == Visible::Some {
+            // This strip may see all of it or nothing; and it need not compute what it does not see at either end.
+            let tokens = item.q_start as usize + first / group..item.q_start as usize + (first + count - 1) / group + 1;
+            let block = block_of(&launch.tokens[tokens], head..head + 1, group);
+            match see(launch, &block, kv_pos, n) {
+                Visible::All => {}
+                Visible::None => return,
+                Visible::Some => {
+                    let hidden = |at: usize, end: usize| {
+                        see(launch, &block, kv_pos + at as i32, end.min(n) - at) == Visible::None
+                    };
+                    while from < n && hidden(from, from + STEP) {
+                        from += STEP;
+                    }
+                    let mut end = n;
+                    while from < end && hidden((end - 1) / STEP * STEP, end) {
+                        end = (end - 1) / STEP * STEP;
+                    }
+                    if from >= end {
+                        return;
+                    }
+                    n = end;
+                    // Behind a causal mask all but the last positions are seen, behind a window all but the first.
+                    let seen = |at: usize, end: usize| {
+                        see(launch, &block, kv_pos + at as i32, end.min(n) - at) == Visible::All
+                    };
+                    mixed = from..n;
+                    let mut step = (n - from).next_power_of_two().max(STEP);
+                    while step >= STEP {
+                        if mixed.start + step <= n && seen(from, mixed.start + step) {
+                            mixed.start += step;
+                        } else if mixed.start == from && mixed.end - from > step && seen(mixed.end - step, n) {
+                            mixed.end = (mixed.end - step).next_multiple_of(STEP);
+                        }
+                        step /= 2;
+                    }
                 }
             }
         }
-        s[n..].fill(f32::NEG_INFINITY);
-        let (s, p) = (&s[from..], &mut b.p[at + from..]);
-        weights(v, tiles, s, p, base(launch), &mut states[first + row], &mut b.o[(first + row) * dv..][..dv]);
-    }
-
-    /// Adds some pieces of a strip's weighted values.
-    #[inline(always)]
-    fn values(&self, tiles: Tiles, strip: &Strip, pieces: Range<usize>, half: usize, b: &mut Buffers<'_>) {
-        let dv = self.launch.dim_vo;
-        if !strip.mixed.is_empty() && !self.finite {
-            if pieces.start == 0 {
-                self.visible_values(strip, half, b);
-            }
-            return;
+        let q = Left { data: &b.q[first * dq..], stride: dq };
+        for j in (from..n).step_by(STEP) {
+            let keys = Right { data: &b.k[j * dq..], stride: 16 * dq };
+            tiles.product_bf16::<2, 2>(q, keys, dq / STEP, Sums { data: &mut b.s[j..], stride: b.span }, false);
         }
-        let Strip { first, from, n, .. } = *strip;
-        let p = Left { data: &b.p[half * STRIP * b.span + from..], stride: b.span };
+
+        let (base, natural, program) = (base(launch), natural(launch), launch.program);
+        for row in 0..count {
+            let s = &mut b.s[row * b.span..][..n.next_multiple_of(STEP)];
+            if natural {
+                for s in &mut s[from..n] {
+                    *s *= launch.sm_scale;
+                }
+            }
+            if program.has_logits() || !mixed.is_empty() {
+                let token = item.q_start as usize + (first + row) / group;
+                let ctx = ctx_of(launch, token, head as usize * group + (first + row) % group);
+                for (part, masked) in [(from..mixed.start, false), (mixed.clone(), true), (mixed.end..n, false)] {
+                    if (masked || program.has_logits()) && !part.is_empty() {
+                        let at = kv_pos + part.start as i32;
+                        hooks::logits(v, program, launch.bound, &ctx, at, &mut s[part], regs, masked);
+                    }
+                }
+            }
+            s[n..].fill(f32::NEG_INFINITY);
+            let s = &s[from..];
+            let p = &mut b.p[row * b.span + from..][..s.len()];
+            weights(v, tiles, s, p, base, &mut states[first + row], &mut b.o[(first + row) * dv..][..dv]);
+        }
+
+        if !mixed.is_empty() && !finite {
+            return self.accumulate_visible(from, n, b);
+        }
+        let p = Left { data: &b.p[from..], stride: b.span };
         let apart = b.span / STEP * TILE;
-        for pair in pieces.start * (dv / 32) / PIECES..pieces.end * (dv / 32) / PIECES {
-            let values = Right { data: &b.v[2 * pair * apart + from / STEP * TILE..], stride: apart };
-            let o = Sums { data: &mut b.o[first * dv + 32 * pair..], stride: dv };
+        for c in (0..dv).step_by(32) {
+            let values = Right { data: &b.v[c / 16 * apart + from / STEP * TILE..], stride: apart };
+            let o = Sums { data: &mut b.o[first * dv + c..], stride: dv };
             tiles.product_bf16::<2, 2>(p, values, (n - from).div_ceil(STEP), o, true);
         }
     }
 
-    /// Adds a strip's weighted values, leaving out positions of weight 0: where a value is not finite, `0 · inf` would put
-    /// a NaN.
-    fn visible_values(&self, strip: &Strip, half: usize, b: &mut Buffers<'_>) {
+    /// Adds the weighted values, leaving out positions of weight 0: where a value is not finite, `0 · inf` would put a NaN.
+    fn accumulate_visible(&self, from: usize, n: usize, b: &mut Buffers<'_>) {
         let dv = self.launch.dim_vo;
-        for row in 0..strip.count {
-            let o = &mut b.o[(strip.first + row) * dv..][..dv];
-            for j in strip.from..strip.n {
-                let p = b.p[(half * STRIP + row) * b.span + j].to_f32();
+        for row in 0..self.count {
+            let o = &mut b.o[(self.first + row) * dv..][..dv];
+            for j in from..n {
+                let p = b.p[row * b.span + j].to_f32();
                 if p != 0.0 {
                     for (c, o) in o.iter_mut().enumerate() {
                         let tile = c / 16 * (b.span / STEP) + j / STEP;
