@@ -129,6 +129,12 @@ fn empty_sides_give_zeros_or_nothing() {
         let (row, w) = ([half::bf16::ONE; 4], Tensor::zeros(DType::BF16, &[0, 4]).unwrap());
         let x = TensorRef::strided(&row, &[1 << 40, 4], &[0, 1]).unwrap();
         gemm(exec, x, w.view(), TensorMut::new::<f32>(&mut [], &[1 << 40, 0]).unwrap()).unwrap();
+        // As many rows and elements as would be 32 GB, one row in memory: refused before it is copied.
+        let row = vec![half::bf16::ONE; 1 << 17];
+        let x = TensorRef::strided(&row, &[1 << 17, 1 << 17], &[0, 1]).unwrap();
+        let (w, mut out) = (Tensor::zeros(DType::BF16, &[1, 1 << 17]).unwrap(), vec![0f32; 1 << 17]);
+        let refused = gemm(exec, x, w.view(), TensorMut::new(&mut out, &[1 << 17, 1]).unwrap());
+        assert!(refused.unwrap_err().to_string().starts_with("gemm: layout of `x`: 17179869184 elements"));
     });
 }
 

@@ -66,6 +66,10 @@ impl Product<'_> {
 pub(crate) fn products(cpu: &Cpu, op: &'static str, mut list: Vec<Product<'_>>) -> Result<()> {
     list.retain(|p| !p.is_empty());
     let Some(first) = list.first() else { return Ok(()) };
+    for p in &list {
+        // Copied, widened or packed: a stride of 0 could claim more rows than memory holds.
+        p.x.layout().check_listed(op, "x")?;
+    }
     let (x, w, out) = (first.x.dtype(), first.w.dtype(), first.out.dtype());
     #[cfg(target_arch = "x86_64")]
     if let (Some(amx), (DType::BF16, DType::BF16)) = (cpu.amx(), (x, w)) {
