@@ -64,13 +64,14 @@ pub(crate) fn act_and_mul(
     })
 }
 
-struct ActAndMul<'a, A, T> {
-    act: A,
-    x: Rows<'a, T>,
-    out: RowsMut<'a, T>,
+/// `act(x[..d]) * x[d..]`, rounded to the type of the output.
+pub(crate) struct ActAndMul<'a, A, T, O> {
+    pub(crate) act: A,
+    pub(crate) x: Rows<'a, T>,
+    pub(crate) out: RowsMut<'a, O>,
 }
 
-impl<A: Activation, T: Lane> Kernel for ActAndMul<'_, A, T> {
+impl<A: Activation, T: Lane, O: Lane> Kernel for ActAndMul<'_, A, T, O> {
     type Out = ();
     #[inline(always)]
     fn run<V: Vector>(mut self, v: V) {
@@ -81,12 +82,12 @@ impl<A: Activation, T: Lane> Kernel for ActAndMul<'_, A, T> {
             let mut i = 0;
             while i < full {
                 let y = v.mul(self.act.apply(v, T::load(v, &gate[i..])), T::load(v, &up[i..]));
-                T::store(v, y, &mut out[i..]);
+                O::store(v, y, &mut out[i..]);
                 i += V::LANES;
             }
             if i < out.len() {
                 let y = v.mul(self.act.apply(v, T::load_tail(v, &gate[i..])), T::load_tail(v, &up[i..]));
-                T::store_tail(v, y, &mut out[i..]);
+                O::store_tail(v, y, &mut out[i..]);
             }
         }
     }

@@ -1,7 +1,7 @@
 //! Mixtures of experts: a token's experts by insertion into a short list, and their layers by grouped products over
 //! rows that were sorted by expert.
 
-use super::activation::Activation;
+use super::activation::{ActAndMul, Activation};
 use super::exec::Cpu;
 use super::gemm::scaled::{ScaledProduct, products as scaled_products};
 use super::gemm::{Epilogue, Product, products};
@@ -216,7 +216,7 @@ fn ffn_of<T: Lane>(cpu: &Cpu, op: &'static str, act: impl Activation, f: Ffn<'_>
     experts(cpu, op, &rows, f.indptr, f.w_gate_up, &mut gate_up)?;
     let mut middle = vec![zero; n * inter];
     let gate_up = Rows::packed_as(&gate_up, n, 2 * inter);
-    for_parts(cpu, RowsMut::from_slice(&mut middle, inter), |out| cpu.run(Gated { act, x: gate_up, out }));
+    for_parts(cpu, RowsMut::from_slice(&mut middle, inter), |out| cpu.run(ActAndMul { act, x: gate_up, out }));
     let mut results = vec![0f32; n * hidden];
     experts(cpu, op, &middle, f.indptr, f.w_down, &mut results)?;
     // Where each choice of each token went.
@@ -253,34 +253,6 @@ fn experts<T: Element>(
         op,
         list.into_iter().map(|p| Product { x: p.x.data, w: p.w.data, out: p.out, then: Epilogue::None }).collect(),
     )
-}
-
-/// `act(x[..d]) * x[d..]`, from f32.
-struct Gated<'a, A, T> {
-    act: A,
-    x: Rows<'a, f32>,
-    out: RowsMut<'a, T>,
-}
-
-impl<A: Activation, T: Lane> Kernel for Gated<'_, A, T> {
-    type Out = ();
-    #[inline(always)]
-    fn run<V: Vector>(mut self, v: V) {
-        for r in self.out.range() {
-            let out = self.out.row(r);
-            let (gate, up) = self.x.row(r).split_at(out.len());
-            let mut i = 0;
-            while i + V::LANES <= out.len() {
-                let y = v.mul(self.act.apply(v, v.load(&gate[i..])), v.load(&up[i..]));
-                T::store(v, y, &mut out[i..]);
-                i += V::LANES;
-            }
-            if i < out.len() {
-                let y = v.mul(self.act.apply(v, f32::load_tail(v, &gate[i..])), f32::load_tail(v, &up[i..]));
-                T::store_tail(v, y, &mut out[i..]);
-            }
-        }
-    }
 }
 
 /// `out[t] = Σ_j weights[t, j] * results[places[t, j]]`, in order of `j`.

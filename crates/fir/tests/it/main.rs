@@ -3,7 +3,6 @@
 mod activation;
 mod attention;
 mod gemm;
-mod gemm_blocks;
 mod hostile;
 mod layers;
 mod matrix;

@@ -106,6 +106,16 @@ const ROWS: &[(&str, Row)] = &[
         attention::merge_states(exec, (o.view(), lse.view()), (out.view_mut(), lse_out.view_mut()))
     }),
     ("gemm::gemm", |exec, d| gemm::gemm(exec, square(d).view(), square(d).view(), square(d).view_mut())),
+    ("gemm::gemm_bias", |exec, d| {
+        gemm::gemm_bias(exec, square(d).view(), square(d).view(), row().view(), square(d).view_mut())
+    }),
+    ("gemm::gemm_add", |exec, d| gemm::gemm_add(exec, square(d).view(), square(d).view(), square(d).view_mut())),
+    ("gemm::block_gemm x", |exec, d| block_gemm(exec, d, DType::F32)),
+    ("gemm::block_gemm out", |exec, d| block_gemm(exec, DType::F32, d)),
+    ("gemm::dequantize_blocks", |exec, d| {
+        let mut out = Tensor::zeros(d, &[1, 32])?;
+        gemm::dequantize_blocks(exec, gemm::BlockFormat::Q8_0, &[0; 34], out.view_mut())
+    }),
     ("gemm::scaled_gemm x", |exec, d| scaled_gemm(exec, [d, DType::E4M3, DType::BF16])),
     ("gemm::scaled_gemm w", |exec, d| scaled_gemm(exec, [DType::BF16, d, DType::BF16])),
     ("gemm::scaled_gemm out", |exec, d| scaled_gemm(exec, [DType::E4M3, DType::E4M3, d])),
@@ -320,6 +330,12 @@ fn gated(op: fn(&Exec, TensorRef<'_>, TensorMut<'_>) -> Result<()>, exec: &Exec,
 
 fn rms_norm_quant(exec: &Exec, from: DType, to: DType) -> Result<()> {
     norm::rms_norm_quant(exec, square(from).view(), row().view(), 1.0, 1e-6, square(to).view_mut())
+}
+
+fn block_gemm(exec: &Exec, x: DType, out: DType) -> Result<()> {
+    let w = gemm::BlockWeights::pack(exec, gemm::BlockFormat::Q8_0, &[0; 3 * 34], 3, 32)?;
+    let (x, mut out) = (Tensor::zeros(x, &[2, 32])?, Tensor::zeros(out, &[2, 3])?);
+    gemm::block_gemm(exec, x.view(), &w, out.view_mut())
 }
 
 fn scaled_gemm(exec: &Exec, [x, w, out]: [DType; 3]) -> Result<()> {

@@ -28,7 +28,7 @@ use self::merge::Merges;
 pub(crate) use self::merge::{merge_levels, merge_state, merge_state_in_place, merge_states};
 use self::operand::Ahead;
 pub(crate) use self::operand::Operand;
-use self::tile::{Accumulate, RowsAt, Scores};
+use self::tile::{Accumulate, Scores, TileRows};
 use super::exec::Cpu;
 use super::level::Level;
 use super::math;
@@ -320,7 +320,7 @@ impl Kernel for RunItem<'_, '_> {
                             at: &ahead[..n_ahead],
                         };
                         load_keys(v, launch, item, head, kv_pos, &at[..n], k, dq, regs);
-                        let keys = RowsAt { data: &*k, at: &tile_rows(dq)[..n] };
+                        let keys = TileRows { data: &*k, stride: dq, len: n };
                         v.call(Scores { q, k: keys, dim: dq, s, ahead: next });
                         for row in 0..per_head {
                             let ctx = row_ctx(launch, item, head, row);
@@ -337,7 +337,7 @@ impl Kernel for RunItem<'_, '_> {
                             }
                             None => (&*k, dq),
                         };
-                        let all = RowsAt { data: x, at: &tile_rows(stride)[..n] };
+                        let all = TileRows { data: x, stride, len: n };
                         if visible == Visible::Some && !tile::all_finite(v, &x[..n * stride]) {
                             tile::accumulate_visible(s, all, o, dv);
                         } else {
@@ -352,15 +352,8 @@ impl Kernel for RunItem<'_, '_> {
             for (h, head) in heads.enumerate() {
                 for row in 0..per_head {
                     let at = h * per_head + row;
-                    let token = item.q_start as usize + row / group;
-                    let qo_head = head as usize * group + row % group;
                     let (o, state) = (&mut o[at * dv..][..launch.dim_vo], states[at]);
-                    if item.partial != Item::WHOLE {
-                        let part = (head - item.head_start) as usize * per_head + row;
-                        write_state(partials.take(item.partial as usize + part), o, state);
-                    } else {
-                        v.call(Finish { launch, token, qo_head, o, state, sink, regs });
-                    }
+                    end_row(v, launch, item, (head, row), o, state, partials, sink, regs);
                 }
             }
         }
@@ -402,6 +395,30 @@ fn weigh<V: Vector>(
     }
 }
 
+/// Writes query row `row` (token × group) of a KV head: to the partial results, or finished to the output.
+#[expect(clippy::too_many_arguments, reason = "two call sites; a struct would be built per row")]
+#[inline(always)]
+fn end_row<V: Vector>(
+    v: V,
+    launch: &Launch<'_>,
+    item: &Item,
+    (head, row): (u32, usize),
+    o: &mut [f32],
+    state: State,
+    partials: &RowsOnce<'_, f32>,
+    sink: &Sink<'_>,
+    regs: &mut Registers,
+) {
+    let group = launch.group;
+    if item.partial != Item::WHOLE {
+        let part = (head - item.head_start) as usize * item.q_len as usize * group + row;
+        write_state(partials.take(item.partial as usize + part), o, state);
+    } else {
+        let (token, qo_head) = (item.q_start as usize + row / group, head as usize * group + row % group);
+        v.call(Finish { launch, token, qo_head, o, state, sink, regs });
+    }
+}
+
 /// What the variant may ask of query row `row` (token × group) of a KV head.
 #[inline(always)]
 fn row_ctx(launch: &Launch<'_>, item: &Item, head: u32, row: usize) -> RowCtx {
@@ -429,12 +446,6 @@ pub(crate) fn block_of(tokens: &[Token], kv_heads: Range<u32>, group: usize) -> 
         qo_head: ((kv_heads.start as usize * group) as i32, (kv_heads.end as usize * group) as i32 - 1),
         kv_head: (kv_heads.start as i32, kv_heads.end as i32 - 1),
     }
-}
-
-/// Offsets of the rows of a widened tile.
-#[inline(always)]
-fn tile_rows(stride: usize) -> [usize; TILE_KV] {
-    std::array::from_fn(|j| j * stride)
 }
 
 #[inline(always)]

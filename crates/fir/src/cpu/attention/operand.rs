@@ -164,7 +164,7 @@ impl<'a> Operand<'a> {
 /// Rows that the next tile will need: asked for while this tile's products run, so that the memory never waits.
 ///
 /// The tile's rows of all heads of a pass are asked for in the order they lie in, a share with every head, as one
-/// stream. Head by head, 256 bytes of every 2 KiB, the decode of docs/bench/cpu.md took 99 ms instead of 91.
+/// stream.
 #[derive(Clone, Copy)]
 pub(super) struct Ahead<'a> {
     pub operands: &'a [Operand<'a>],

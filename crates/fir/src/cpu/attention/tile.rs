@@ -1,31 +1,32 @@
-//! The two products of a tile.
+//! The two products of a widened tile, for many query rows to a head or a transform on the way. With few, the products
+//! of [`super::direct`] read the cache itself.
 //!
-//! Rows of keys and values are either f32 rows of a tile that was widened before (many query rows use it), or rows of
-//! the cache itself, widened in registers (few do). A row's result is the same bits either way, and whatever rows are
-//! computed beside it: block shapes change which sums share a register, never the order within a sum.
+//! A row's result is the same bits either way, and whatever rows are computed beside it: block shapes change which sums
+//! share a register, never the order within a sum.
 
 use super::operand::Ahead;
-use crate::cpu::vector::{Kernel, Lane, Vector};
+use crate::cpu::vector::{Kernel, Vector};
 use crate::plan::TILE_KV;
 
-/// Rows somewhere in `data`: row `j` is the `dim` elements at `at[j]`, `dim` a multiple of the lanes.
+/// `len` rows of `dim` floats, a multiple of the lanes, `stride` apart.
 #[derive(Clone, Copy)]
-pub(super) struct RowsAt<'a, T> {
-    pub data: &'a [T],
-    pub at: &'a [usize],
+pub(super) struct TileRows<'a> {
+    pub data: &'a [f32],
+    pub stride: usize,
+    pub len: usize,
 }
 
 /// Query rows of one head against the keys of one KV tile: `s[r, j] = q[r] · k[j]`. Rows of `q` have `dim` floats,
 /// those of `s` [`TILE_KV`].
-pub(super) struct Scores<'a, T> {
+pub(super) struct Scores<'a> {
     pub q: &'a [f32],
-    pub k: RowsAt<'a, T>,
+    pub k: TileRows<'a>,
     pub dim: usize,
     pub s: &'a mut [f32],
     pub ahead: Ahead<'a>,
 }
 
-impl<T: Lane> Kernel for Scores<'_, T> {
+impl Kernel for Scores<'_> {
     type Out = ();
     #[inline(always)]
     fn run<V: Vector>(self, v: V) {
@@ -35,47 +36,47 @@ impl<T: Lane> Kernel for Scores<'_, T> {
         // 16 accumulators fill half of AVX-512's 32 registers; AVX2 has 16, so half as many there.
         if V::LANES == 16 {
             while r + 4 <= rows {
-                scores_block::<V, T, 4, 4>(v, &q[r * dim..], k, dim, &mut s[r * TILE_KV..], ahead);
+                scores_block::<V, 4, 4>(v, &q[r * dim..], k, dim, &mut s[r * TILE_KV..], ahead);
                 ahead.at = &[]; // once
                 r += 4;
             }
         }
         while r + 2 <= rows {
-            scores_block::<V, T, 2, 4>(v, &q[r * dim..], k, dim, &mut s[r * TILE_KV..], ahead);
+            scores_block::<V, 2, 4>(v, &q[r * dim..], k, dim, &mut s[r * TILE_KV..], ahead);
             ahead.at = &[];
             r += 2;
         }
         if r < rows {
-            scores_block::<V, T, 1, 8>(v, &q[r * dim..], k, dim, &mut s[r * TILE_KV..], ahead);
+            scores_block::<V, 1, 8>(v, &q[r * dim..], k, dim, &mut s[r * TILE_KV..], ahead);
         }
     }
 }
 
 #[inline(always)]
-fn scores_block<V: Vector, T: Lane, const R: usize, const J: usize>(
+fn scores_block<V: Vector, const R: usize, const J: usize>(
     v: V,
     q: &[f32],
-    k: RowsAt<'_, T>,
+    k: TileRows<'_>,
     dim: usize,
     s: &mut [f32],
     ahead: Ahead<'_>,
 ) {
     let q = &q[..R * dim];
-    let n = k.at.len();
+    let n = k.len;
     let mut j = 0;
     while j < n {
         ahead.prefetch(v, j, j + J);
         // Past the last row it is the last again; nobody reads its scores.
         let mut rows = [&k.data[..0]; J];
         for (jj, row) in rows.iter_mut().enumerate() {
-            *row = &k.data[k.at[(j + jj).min(n - 1)]..][..dim];
+            *row = &k.data[(j + jj).min(n - 1) * k.stride..][..dim];
         }
         let mut acc = [[v.splat(0.0); J]; R];
         let mut c = 0;
         while c < dim {
             let mut kv = [v.splat(0.0); J];
             for (kv, row) in kv.iter_mut().zip(rows) {
-                *kv = T::load(v, &row[c..]);
+                *kv = v.load(&row[c..]);
             }
             for (r, acc) in acc.iter_mut().enumerate() {
                 let qv = v.load(&q[r * dim + c..]);
@@ -97,15 +98,15 @@ fn scores_block<V: Vector, T: Lane, const R: usize, const J: usize>(
 }
 
 /// `o[r] += Σ_j p[r, j] · x[j]`, in ascending order of `j`; `p` has [`TILE_KV`] columns, `o` has `dim` floats per row.
-pub(super) struct Accumulate<'a, T> {
+pub(super) struct Accumulate<'a> {
     pub p: &'a [f32],
-    pub x: RowsAt<'a, T>,
+    pub x: TileRows<'a>,
     pub o: &'a mut [f32],
     pub dim: usize,
     pub ahead: Ahead<'a>,
 }
 
-impl<T: Lane> Kernel for Accumulate<'_, T> {
+impl Kernel for Accumulate<'_> {
     type Out = ();
     #[inline(always)]
     fn run<V: Vector>(self, v: V) {
@@ -114,49 +115,49 @@ impl<T: Lane> Kernel for Accumulate<'_, T> {
         let mut r = 0;
         if V::LANES == 16 {
             while r + 4 <= rows {
-                accumulate_rows::<V, T, 4, 4>(v, &p[r * TILE_KV..], x, &mut o[r * dim..], dim, ahead);
+                accumulate_rows::<V, 4, 4>(v, &p[r * TILE_KV..], x, &mut o[r * dim..], dim, ahead);
                 ahead.at = &[];
                 r += 4;
             }
         }
         while r + 2 <= rows {
-            accumulate_rows::<V, T, 2, 4>(v, &p[r * TILE_KV..], x, &mut o[r * dim..], dim, ahead);
+            accumulate_rows::<V, 2, 4>(v, &p[r * TILE_KV..], x, &mut o[r * dim..], dim, ahead);
             ahead.at = &[];
             r += 2;
         }
         if r < rows {
-            accumulate_rows::<V, T, 1, 8>(v, &p[r * TILE_KV..], x, &mut o[r * dim..], dim, ahead);
+            accumulate_rows::<V, 1, 8>(v, &p[r * TILE_KV..], x, &mut o[r * dim..], dim, ahead);
         }
     }
 }
 
 #[inline(always)]
-fn accumulate_rows<V: Vector, T: Lane, const R: usize, const C: usize>(
+fn accumulate_rows<V: Vector, const R: usize, const C: usize>(
     v: V,
     p: &[f32],
-    x: RowsAt<'_, T>,
+    x: TileRows<'_>,
     o: &mut [f32],
     dim: usize,
     mut ahead: Ahead<'_>,
 ) {
     let mut c = 0;
     while c + C * V::LANES <= dim {
-        accumulate_block::<V, T, R, C>(v, p, x, o, dim, c, ahead);
+        accumulate_block::<V, R, C>(v, p, x, o, dim, c, ahead);
         ahead.at = &[];
         c += C * V::LANES;
     }
     while c < dim {
-        accumulate_block::<V, T, R, 1>(v, p, x, o, dim, c, ahead);
+        accumulate_block::<V, R, 1>(v, p, x, o, dim, c, ahead);
         ahead.at = &[];
         c += V::LANES;
     }
 }
 
 #[inline(always)]
-fn accumulate_block<V: Vector, T: Lane, const R: usize, const C: usize>(
+fn accumulate_block<V: Vector, const R: usize, const C: usize>(
     v: V,
     p: &[f32],
-    x: RowsAt<'_, T>,
+    x: TileRows<'_>,
     o: &mut [f32],
     dim: usize,
     c: usize,
@@ -168,12 +169,12 @@ fn accumulate_block<V: Vector, T: Lane, const R: usize, const C: usize>(
             *acc = v.load(&o[r * dim + c + i * V::LANES..]);
         }
     }
-    for (j, &at) in x.at.iter().enumerate() {
+    for j in 0..x.len {
         ahead.prefetch(v, j, j + 1);
-        let row = &x.data[at + c..][..C * V::LANES];
+        let row = &x.data[j * x.stride + c..][..C * V::LANES];
         let mut xv = [v.splat(0.0); C];
         for (i, xv) in xv.iter_mut().enumerate() {
-            *xv = T::load(v, &row[i * V::LANES..]);
+            *xv = v.load(&row[i * V::LANES..]);
         }
         for (r, acc) in acc.iter_mut().enumerate() {
             let pv = v.splat(p[r * TILE_KV + j]);
@@ -192,11 +193,11 @@ fn accumulate_block<V: Vector, T: Lane, const R: usize, const C: usize>(
 /// As [`Accumulate`], leaving out positions of weight 0: for a tile with a value that is not finite at a masked
 /// position, where `0 · inf` would put a NaN.
 #[inline(always)]
-pub(super) fn accumulate_visible(p: &[f32], x: RowsAt<'_, f32>, o: &mut [f32], dim: usize) {
+pub(super) fn accumulate_visible(p: &[f32], x: TileRows<'_>, o: &mut [f32], dim: usize) {
     for (p, o) in p.chunks_exact(TILE_KV).zip(o.chunks_exact_mut(dim)) {
-        for (&p, &at) in p.iter().zip(x.at) {
+        for (&p, x) in p.iter().zip(x.data.chunks(x.stride)).take(x.len) {
             if p != 0.0 {
-                for (o, x) in o.iter_mut().zip(&x.data[at..][..dim]) {
+                for (o, x) in o.iter_mut().zip(&x[..dim]) {
                     *o += p * x;
                 }
             }

@@ -9,8 +9,8 @@
 //! strip's weights, so that tiles and vectors work at once, brought nothing on a Xeon of model 207.
 
 use super::{
-    Finish, Item, Launch, Operand, Registers, Shape, Sink, State, base, block_of, ctx_of, hooks, locate, natural,
-    start_state, write_state,
+    Item, Launch, Operand, Registers, Shape, Sink, State, base, block_of, ctx_of, end_row, hooks, locate, natural,
+    row_ctx, start_state,
 };
 use crate::cpu::arch::{Avx512, Left, Right, Sums, TILE, TileKernel, Tiles};
 use crate::cpu::pool::RowsOnce;
@@ -133,14 +133,8 @@ impl TileKernel for TileItem<'_, '_> {
             }
 
             for (row, &state) in states[..per_head].iter().enumerate() {
-                let (token, qo_head) = (item.q_start as usize + row / group, head as usize * group + row % group);
                 let o = &mut b.o[row * dv..][..dv];
-                if item.partial != Item::WHOLE {
-                    let part = (head - item.head_start) as usize * per_head + row;
-                    write_state(partials.take(item.partial as usize + part), o, state);
-                } else {
-                    v.call(Finish { launch, token, qo_head, o, state, sink, regs });
-                }
+                end_row(v, launch, item, (head, row), o, state, partials, sink, regs);
             }
         }
     }
@@ -323,8 +317,7 @@ impl Strip<'_, '_> {
                 }
             }
             if program.has_logits() || !mixed.is_empty() {
-                let token = item.q_start as usize + (first + row) / group;
-                let ctx = ctx_of(launch, token, head as usize * group + (first + row) % group);
+                let ctx = row_ctx(launch, item, head, first + row);
                 for (part, masked) in [(from..mixed.start, false), (mixed.clone(), true), (mixed.end..n, false)] {
                     if (masked || program.has_logits()) && !part.is_empty() {
                         let at = kv_pos + part.start as i32;

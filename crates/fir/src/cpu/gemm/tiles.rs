@@ -184,7 +184,7 @@ impl<O: Lane> TileKernel for Unit<'_, O> {
 impl<O: Lane> Unit<'_, O> {
     #[inline(always)]
     fn few(&self, tiles: Tiles, first: usize, strip: &mut [bf16], sums: &mut [f32]) {
-        let (m, width) = (self.out.range().len(), self.out.row_len());
+        let width = self.out.row_len();
         let (whole, steps) = (self.k / STEP, self.k.div_ceil(STEP));
         for j in (0..width).step_by(STRIP) {
             let rows = STRIP.min(width - j);
@@ -193,13 +193,13 @@ impl<O: Lane> Unit<'_, O> {
             if rows == STRIP
                 && let Some((data, stride)) = self.w.stretch(first + j, STRIP)
             {
-                self.product(tiles, m, Left { data, stride }, 0, whole, sums, false);
+                self.product(tiles, 0, Left { data, stride }, 0, whole, sums, false);
                 done = whole;
             }
             while done < steps {
                 let n = (self.sizes.depth / STEP).min(steps - done);
                 self.copy(first, j, done, n, strip);
-                self.product(tiles, m, Left { data: strip, stride: self.sizes.stride() }, done, n, sums, done > 0);
+                self.product(tiles, 0, Left { data: strip, stride: self.sizes.stride() }, done, n, sums, done > 0);
                 done += n;
             }
         }
@@ -215,52 +215,36 @@ impl<O: Lane> Unit<'_, O> {
             for j in (0..width).step_by(STRIP) {
                 self.copy(first, j, done, n, strip);
                 for i in (0..m).step_by(STRIP) {
-                    let x = &self.x[i / 16 * steps * TILE..];
                     let sums = &mut sums[(j / STRIP * strips + i / STRIP) * SUMS..];
                     let (sums, next) = sums.split_at_mut(SUMS);
                     if done > 0 {
                         v.prefetch(&next[..SUMS.min(next.len())]);
                     }
                     let left = Left { data: &*strip, stride: self.sizes.stride() };
-                    Self::product_at(tiles, (m - i).min(STRIP), x, steps, left, done, n, sums, done > 0);
+                    self.product(tiles, i, left, done, n, sums, done > 0);
                 }
             }
             done += n;
         }
     }
 
+    /// 32 weight rows against up to 32 rows of `x` from the unit's row `i` on, `n` steps from step `from` on.
     #[expect(clippy::too_many_arguments, reason = "what a product of tiles takes")]
     #[inline(always)]
     fn product(
         &self,
         tiles: Tiles,
-        m: usize,
+        i: usize,
         left: Left<'_, bf16>,
         from: usize,
         n: usize,
         sums: &mut [f32],
         keep: bool,
     ) {
-        Self::product_at(tiles, m, self.x, self.k.div_ceil(STEP), left, from, n, sums, keep);
-    }
-
-    /// 32 weight rows against up to 32 rows of `x`, `n` steps from step `from` on.
-    #[expect(clippy::too_many_arguments, reason = "what a product of tiles takes")]
-    #[inline(always)]
-    fn product_at(
-        tiles: Tiles,
-        m: usize,
-        x: &[bf16],
-        steps: usize,
-        left: Left<'_, bf16>,
-        from: usize,
-        n: usize,
-        sums: &mut [f32],
-        keep: bool,
-    ) {
-        let right = Right { data: &x[from * TILE..], stride: steps * TILE };
+        let steps = self.k.div_ceil(STEP);
+        let right = Right { data: &self.x[(i / 16 * steps + from) * TILE..], stride: steps * TILE };
         let sums = Sums { data: sums, stride: STRIP };
-        if m > 16 {
+        if self.out.range().len() - i > 16 {
             tiles.product_bf16::<2, 2>(left, right, n, sums, keep);
         } else {
             tiles.product_bf16::<2, 1>(left, right, n, sums, keep);

@@ -9,7 +9,7 @@ use proptest::prelude::*;
 use crate::support::{FLOATS, assert_matches, every_exec};
 
 /// `[blocks, bytes]` of every format, and the f32 values that the `gguf` package gives them; see `make_blocks.py`.
-const GOLDEN: &[u8] = include_bytes!("../golden/blocks.safetensors");
+const GOLDEN: &[u8] = include_bytes!("../../golden/blocks.safetensors");
 
 /// Where blocks hold f16 numbers.
 fn halves(format: BlockFormat) -> &'static [usize] {
