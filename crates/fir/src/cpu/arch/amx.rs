@@ -22,8 +22,8 @@ const ROW: usize = 64;
 /// bf16 values of a packed tile: 32 deep, 16 columns.
 pub(crate) const TILE: usize = 512;
 
-/// Proof that this process may use AMX tiles with bf16 and i8, and has AVX-512 BF16 and all that [`Avx512`] proves; only
-/// `detect` makes one.
+/// Proof that this process may use AMX tiles with bf16 and i8, and has AVX-512 BF16 and VNNI and all that [`Avx512`]
+/// proves; only `detect` makes one.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Amx(Avx512);
 
@@ -56,7 +56,7 @@ impl Amx {
 
     /// Runs `kernel`, compiled for this level, with tiles.
     pub(crate) fn run<K: TileKernel>(self, kernel: K) -> K::Out {
-        #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
+        #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vnni")]
         fn go<K: TileKernel>(kernel: K, amx: Amx) -> K::Out {
             kernel.run(amx.0, Tiles { amx, here: PhantomData })
         }
@@ -82,12 +82,17 @@ impl Amx {
     }
 }
 
-/// Whether the CPU has tiles, bf16 and i8 products and AVX-512 BF16, and the operating system lets this process use them.
+/// Whether the CPU has tiles, bf16 and i8 products, AVX-512 BF16 and VNNI, and the operating system lets this process use
+/// them.
 fn has_tiles() -> bool {
     // Leaf 7, EDX: AMX-BF16 22, AMX-TILE 24, AMX-INT8 25. Leaf 0x1D (the geometry) is hidden by some virtual machines;
     // there is only one palette.
     const BITS: u32 = 1 << 22 | 1 << 24 | 1 << 25;
-    if __cpuid(0).eax < 7 || __cpuid_count(7, 0).edx & BITS != BITS || !is_x86_feature_detected!("avx512bf16") {
+    if __cpuid(0).eax < 7
+        || __cpuid_count(7, 0).edx & BITS != BITS
+        || !is_x86_feature_detected!("avx512bf16")
+        || !is_x86_feature_detected!("avx512vnni")
+    {
         return false;
     }
     #[cfg(target_os = "linux")]
@@ -254,7 +259,81 @@ macro_rules! products {
 
 impl Tiles {
     products!(product_bf16, bf16, f32, "tdpbf16ps");
-    products!(product_i8, i8, i32, "tdpbssd");
+
+    /// Begins a product of 32 rows and two tiles of columns, one step deep, and stores the sums of the product before
+    /// it, which had their time since: to wait for them right away would take a hundred cycles. The first call stores
+    /// zeros.
+    ///
+    /// Sums stay in tiles between the calls of a product, so that the caller's vectors work beside it: a core looks some
+    /// 500 instructions ahead, no further than a few steps.
+    #[inline(always)]
+    pub(crate) fn begin_i8(self, a: Left<'_, i8>, b: Right<'_, i8>, last: &mut [i32; 32 * 32]) {
+        let (a0, a1, b0, b1) = pointers(a, b);
+        // SAFETY: tiles of 16 rows of 64 bytes are configured on this thread (`self`); `pointers` keeps what is read
+        // inside the slices, and 32 rows of 128 bytes are written to an array of as many. Were tiles used by others
+        // between two calls, sums would be wrong, and memory as safe.
+        unsafe {
+            asm!(
+                "tileloadd tmm4, [{a0} + {sa}*1]",
+                "tileloadd tmm6, [{b0} + {row}*1]",
+                "tilestored [{c} + {sc}*1], tmm0",
+                "tilezero tmm0",
+                "tdpbssd tmm0, tmm4, tmm6",
+                "tileloadd tmm5, [{a1} + {sa}*1]",
+                "tilestored [{c} + {sc}*1 + 2048], tmm2",
+                "tilezero tmm2",
+                "tdpbssd tmm2, tmm5, tmm6",
+                "tileloadd tmm7, [{b1} + {row}*1]",
+                "tilestored [{c} + {sc}*1 + 64], tmm1",
+                "tilezero tmm1",
+                "tdpbssd tmm1, tmm4, tmm7",
+                "tilestored [{c} + {sc}*1 + 2112], tmm3",
+                "tilezero tmm3",
+                "tdpbssd tmm3, tmm5, tmm7",
+                a0 = in(reg) a0, a1 = in(reg) a1, b0 = in(reg) b0, b1 = in(reg) b1,
+                sa = in(reg) a.stride, row = in(reg) ROW, sc = in(reg) 2 * ROW, c = in(reg) last.as_mut_ptr(),
+                options(nostack)
+            );
+        }
+    }
+
+    /// One more step of the product begun last.
+    #[inline(always)]
+    pub(crate) fn step_i8(self, a: Left<'_, i8>, b: Right<'_, i8>) {
+        let (a0, a1, b0, b1) = pointers(a, b);
+        // SAFETY: as in `begin_i8`.
+        unsafe {
+            asm!(
+                "tileloadd tmm4, [{a0} + {sa}*1]",
+                "tileloadd tmm6, [{b0} + {row}*1]",
+                "tileloadd tmm5, [{a1} + {sa}*1]",
+                "tileloadd tmm7, [{b1} + {row}*1]",
+                "tdpbssd tmm0, tmm4, tmm6",
+                "tdpbssd tmm2, tmm5, tmm6",
+                "tdpbssd tmm1, tmm4, tmm7",
+                "tdpbssd tmm3, tmm5, tmm7",
+                a0 = in(reg) a0, a1 = in(reg) a1, b0 = in(reg) b0, b1 = in(reg) b1,
+                sa = in(reg) a.stride, row = in(reg) ROW,
+                options(nostack)
+            );
+        }
+    }
+
+    /// Stores the sums of the product begun last.
+    #[inline(always)]
+    pub(crate) fn end_i8(self, last: &mut [i32; 32 * 32]) {
+        // SAFETY: as in `begin_i8`.
+        unsafe {
+            asm!(
+                "tilestored [{c} + {sc}*1], tmm0",
+                "tilestored [{c} + {sc}*1 + 64], tmm1",
+                "tilestored [{c} + {sc}*1 + 2048], tmm2",
+                "tilestored [{c} + {sc}*1 + 2112], tmm3",
+                c = in(reg) last.as_mut_ptr(), sc = in(reg) 2 * ROW,
+                options(nostack)
+            );
+        }
+    }
 
     /// Packs 32 elements of each of 16 rows, from element `at` on, as the tile whose columns are those rows.
     #[inline(always)]
@@ -343,6 +422,14 @@ impl Tiles {
     }
 }
 
+/// Where the four tiles of a step lie: inside the slices.
+#[inline(always)]
+fn pointers(a: Left<'_, i8>, b: Right<'_, i8>) -> (*const i8, *const i8, *const i8, *const i8) {
+    let (a1, b1) = (&a.data[16 * a.stride..], &b.data[b.stride..]);
+    assert!(15 * a.stride + ROW <= a1.len() && 16 * ROW <= b1.len());
+    (a.data.as_ptr(), a1.as_ptr(), b.data.as_ptr(), b1.as_ptr())
+}
+
 /// Indices that interleave 16 elements of two vectors, from element `from` on.
 #[inline(always)]
 fn pairs(from: u16) -> __m512i {
@@ -401,6 +488,7 @@ mod tests {
             products_match_loops::<1, 2>(tiles);
             products_match_loops::<2, 1>(tiles);
             products_match_loops::<2, 2>(tiles);
+            i8_products_match_loops(tiles);
             for x in (-200..200).map(|i| i as f32 * 0.37).chain([f32::NEG_INFINITY, -1e30]) {
                 let mut got = [0f32; 16];
                 v.store(tiles.exp2(v.splat(x)), &mut got);
@@ -434,18 +522,33 @@ mod tests {
                     let want = if j >= columns { old } else { dot + if keep { old } else { 0.0 } };
                     assert_eq!(c[i * sc + j], want, "{I}x{J} {steps} {i} {j}");
                 }
-                let a8: Vec<i8> = (0..rows * 64 * steps).map(|i| (i % 251) as i8).collect();
-                let b8: Vec<i8> = (0..J * steps * 1024).map(|i| (i % 241) as i8).collect();
-                let mut c: Vec<i32> = (0..(rows * sc) as i32).collect();
-                let (left, right) = (Left { data: &a8, stride: 64 * steps }, Right { data: &b8, stride: steps * 1024 });
-                tiles.product_i8::<I, J>(left, right, steps, Sums { data: &mut c, stride: sc }, keep);
-                for (i, j) in (0..rows).flat_map(|i| (0..columns).map(move |j| (i, j))) {
-                    let at = |l: usize| (j / 16 * steps + l / 64) * 1024 + l % 64 / 4 * 64 + j % 16 * 4 + l % 4;
-                    let dot = (0..64 * steps).map(|l| i32::from(a8[i * 64 * steps + l]) * i32::from(b8[at(l)]));
-                    let want = dot.sum::<i32>() + if keep { (i * sc + j) as i32 } else { 0 };
-                    assert_eq!(c[i * sc + j], want, "{I}x{J} {steps} {i} {j}");
+            }
+        }
+    }
+
+    fn i8_products_match_loops(tiles: Tiles) {
+        let (mut got, mut last) = ([0; 32 * 32], None);
+        for steps in [1, 4, 2, 0] {
+            let a: Vec<i8> = (0..32 * 64 * steps).map(|i| (i % 251) as i8).collect();
+            let b: Vec<i8> = (0..2 * steps * 1024).map(|i| (i % 241) as i8).collect();
+            for step in 0..steps {
+                let left = Left { data: &a[64 * step..], stride: 64 * steps };
+                let right = Right { data: &b[1024 * step..], stride: steps * 1024 };
+                match step {
+                    0 => tiles.begin_i8(left, right, &mut got),
+                    _ => tiles.step_i8(left, right),
                 }
             }
+            if steps == 0 {
+                tiles.end_i8(&mut got);
+            }
+            let want: [i32; 32 * 32] = std::array::from_fn(|at| {
+                let (i, j) = (at / 32, at % 32);
+                let at = |l: usize| (j / 16 * steps + l / 64) * 1024 + l % 64 / 4 * 64 + j % 16 * 4 + l % 4;
+                (0..64 * steps).map(|l| i32::from(a[i * 64 * steps + l]) * i32::from(b[at(l)])).sum()
+            });
+            assert_eq!(got, last.unwrap_or([0; 32 * 32]), "before {steps}");
+            last = Some(want);
         }
     }
 
