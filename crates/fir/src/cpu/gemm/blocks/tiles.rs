@@ -7,6 +7,18 @@
 //!   gives the sums of both parts, and one pass of vectors per cell joins them.
 //! * f16 scales: `q`, each group of 32 alone in the 64 deep tile that it shares with its neighbour, the rest zeros. One
 //!   product of one step gives the sums of both groups.
+//!
+//! What it costs, in cycles for 16 rows of a cell (16 × 16 sums, 256 deep), measured on a Xeon of model 207. A tile
+//! instruction takes 16, however few of its 64 bytes are used, and while one runs vectors of any width have one port
+//! instead of two. At one product for each byte of weight there would be four instructions, 64 cycles.
+//!
+//! | | tiles | vectors, one port | together, in the first-level cache |
+//! |---|--:|--:|--:|
+//! | integer scales | 8 × 16 = 128 | 16 × 5 = 80, with minima 16 × (7 + 4) = 176, of 16 elements 16 × (7 + 8) = 240 | 163 without minima |
+//! | f16 scales | 8 × 16 = 128 | 16 × 8 × 2 = 256, with minima 16 × 8 × 3 = 384 | 270 without minima |
+//!
+//! So 39 % of what int8 products can do is the bound of integer scales, and 24 % that of f16 scales: one conversion and
+//! one multiply-add for each group's sum, and no way to add integers whose scales have no common divisor.
 
 use std::marker::PhantomData;
 use std::ops::Range;
