@@ -261,8 +261,8 @@ impl Tiles {
     products!(product_bf16, bf16, f32, "tdpbf16ps");
 
     /// Begins a product of 32 rows and two tiles of columns, one step deep, and stores the sums of the product before
-    /// it, which had their time since: to wait for them right away would take a hundred cycles. The first call stores
-    /// zeros.
+    /// it, which had their time since: to wait for them right away would take a hundred cycles. A first call
+    /// stores what the tiles hold, at the start of [`Amx::run`] zeros.
     ///
     /// Sums stay in tiles between the calls of a product, so that the caller's vectors work beside it: a core looks some
     /// 500 instructions ahead, no further than a few steps.
@@ -484,11 +484,12 @@ mod tests {
         type Out = ();
         #[inline(always)]
         fn run(self, v: Avx512, tiles: Tiles) {
+            // First, as it looks for the zeros of fresh tiles.
+            i8_products_match_loops(tiles);
             products_match_loops::<1, 1>(tiles);
             products_match_loops::<1, 2>(tiles);
             products_match_loops::<2, 1>(tiles);
             products_match_loops::<2, 2>(tiles);
-            i8_products_match_loops(tiles);
             for x in (-200..200).map(|i| i as f32 * 0.37).chain([f32::NEG_INFINITY, -1e30]) {
                 let mut got = [0f32; 16];
                 v.store(tiles.exp2(v.splat(x)), &mut got);
