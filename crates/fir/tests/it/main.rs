@@ -4,6 +4,8 @@ mod activation;
 mod attention;
 mod gemm;
 mod hostile;
+#[cfg(feature = "cuda")]
+mod jit;
 mod layers;
 mod matrix;
 mod moe;
