@@ -14,8 +14,8 @@ params! {
     struct ActivationParams = "fir::ActivationParams" {
         x: Address,
         out: Address,
-        rows: u64,
-        inner: u64,
+        rows: u32,
+        inner: u32,
         x_outer: u64,
         x_stride: u64,
         out_outer: u64,
@@ -85,7 +85,7 @@ pub(crate) fn act_and_mul<'a>(
     let params = ActivationParams {
         x,
         out,
-        rows: rows as u64,
+        rows: rows as u32,
         inner,
         x_outer,
         x_stride,

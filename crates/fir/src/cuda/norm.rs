@@ -31,8 +31,8 @@ params! {
         out: Address,
         weight: Address,
         bias: Address,
-        rows: u64,
-        inner: u64,
+        rows: u32,
+        inner: u32,
         x_outer: u64,
         x_stride: u64,
         residual_outer: u64,
@@ -48,7 +48,7 @@ params! {
         eps: f32,
         shift: f32,
         inverse_scale: f32,
-        unused: u32,
+        inverse_hidden: f32,
     }
 }
 
@@ -248,7 +248,7 @@ fn launch<'a>(
         out: out.address,
         weight: weight.address,
         bias: bias.address,
-        rows: rows as u64,
+        rows: rows as u32,
         inner,
         x_outer,
         x_stride,
@@ -265,7 +265,7 @@ fn launch<'a>(
         eps: n.eps,
         shift: n.shift,
         inverse_scale: 1.0 / n.scale,
-        unused: 0,
+        inverse_hidden: 1.0 / hidden as f32,
     };
     let block = width.max(BLOCK);
     let blocks = rows.div_ceil((block / width) as usize).min(i32::MAX as usize) as u32;
