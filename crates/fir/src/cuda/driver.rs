@@ -102,7 +102,7 @@ struct Config {
 
 /// `CUlaunchAttribute`: its number, padding, and 64 bytes of value.
 #[derive(Clone, Copy)]
-#[repr(C)]
+#[repr(C, align(8))]
 struct Attribute {
     id: u32,
     padding: u32,
