@@ -90,6 +90,23 @@ pub(crate) trait Vector: Copy + Send + Sync + 'static {
     fn sums16(self, a: [[Self::F; 4]; 4]) -> [[f32; 4]; 4] {
         [self.sums4(a[0]), self.sums4(a[1]), self.sums4(a[2]), self.sums4(a[3])]
     }
+    /// Lane `j` of result `i` is lane `i` of vector `j`, of the first `LANES`.
+    #[inline(always)]
+    fn transpose(self, a: [Self::F; 16]) -> [Self::F; 16] {
+        let (mut rows, mut turned, mut out) = ([[0f32; 16]; 16], [[0f32; 16]; 16], a);
+        for (row, a) in rows.iter_mut().zip(a) {
+            self.store(a, row);
+        }
+        for (i, turned) in turned.iter_mut().enumerate() {
+            for (x, row) in turned.iter_mut().zip(&rows) {
+                *x = row[i];
+            }
+        }
+        for (out, turned) in out.iter_mut().zip(&turned) {
+            *out = self.load(turned);
+        }
+        out
+    }
     /// Largest lane; unspecified when a lane is NaN.
     fn max_lane(self, a: Self::F) -> f32;
     /// Asks for the cache lines of `x`; touches no memory.

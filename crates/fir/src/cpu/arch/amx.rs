@@ -13,7 +13,7 @@ use std::arch::x86_64::*;
 use std::marker::PhantomData;
 use std::sync::OnceLock;
 
-use super::x86::Avx512;
+use super::x86::{Avx512, transpose};
 use crate::cpu::vector::Vector;
 use crate::tensor::bf16;
 
@@ -112,17 +112,6 @@ fn has_tiles() -> bool {
     }
     #[cfg(not(target_os = "linux"))]
     false
-}
-
-/// `len` elements of `buffer`, from a cache line's first byte on; the buffer grows as needed. Rows across two lines take
-/// a tile's load twice as long.
-pub(crate) fn aligned<T: Copy + Default>(buffer: &mut Vec<T>, len: usize) -> &mut [T] {
-    let spare = ROW / size_of::<T>();
-    if buffer.len() < len + spare {
-        buffer.resize(len + spare, T::default());
-    }
-    let at = buffer.as_ptr().align_offset(ROW).min(spare);
-    &mut buffer[at..at + len]
 }
 
 /// Left operand of a product: tile `i` is 16 rows from row `16 * i` on, `stride` elements apart; the next step along
@@ -453,42 +442,6 @@ fn pairs(from: u16) -> __m512i {
     let at: [u16; 32] = std::array::from_fn(|i| from + (i / 2) as u16 + 32 * (i % 2) as u16);
     // SAFETY: both are 64 bytes of plain integers.
     unsafe { std::mem::transmute(at) }
-}
-
-/// Columns of a 16 × 16 matrix of 32-bit elements.
-///
-/// # Safety
-/// This CPU has AVX-512 F.
-#[inline(always)]
-unsafe fn transpose(r: [__m512i; 16]) -> [__m512i; 16] {
-    // SAFETY: as the caller says.
-    unsafe {
-        let mut a = r;
-        for i in 0..8 {
-            a[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
-            a[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
-        }
-        let mut b = a;
-        for i in 0..4 {
-            for j in 0..2 {
-                b[4 * i + 2 * j] = _mm512_unpacklo_epi64(a[4 * i + j], a[4 * i + 2 + j]);
-                b[4 * i + 2 * j + 1] = _mm512_unpackhi_epi64(a[4 * i + j], a[4 * i + 2 + j]);
-            }
-        }
-        // b[4i + c], lane l: column 4l + c of rows 4i..4i + 4.
-        let mut out = b;
-        for c in 0..4 {
-            let low = _mm512_shuffle_i32x4::<0b10_00_10_00>(b[c], b[4 + c]);
-            let high = _mm512_shuffle_i32x4::<0b11_01_11_01>(b[c], b[4 + c]);
-            let low2 = _mm512_shuffle_i32x4::<0b10_00_10_00>(b[8 + c], b[12 + c]);
-            let high2 = _mm512_shuffle_i32x4::<0b11_01_11_01>(b[8 + c], b[12 + c]);
-            out[c] = _mm512_shuffle_i32x4::<0b10_00_10_00>(low, low2);
-            out[8 + c] = _mm512_shuffle_i32x4::<0b11_01_11_01>(low, low2);
-            out[4 + c] = _mm512_shuffle_i32x4::<0b10_00_10_00>(high, high2);
-            out[12 + c] = _mm512_shuffle_i32x4::<0b11_01_11_01>(high, high2);
-        }
-        out
-    }
 }
 
 #[cfg(test)]
