@@ -8,7 +8,7 @@ const FENCE: &[&str] = &["cpu/arch/", "cpu/pool.rs", "tensor/foreign.rs", "tenso
 
 /// Parts of the library that share a budget of lines, tests not counted. Raising one is a commit of its own.
 const BUDGETS: &[(&[&str], usize)] =
-    &[(&["tensor", "kv", "variant", "plan"], 6_400), (&["ops", "reference", "testing"], 8_800), (&["cpu"], 11_500)];
+    &[(&["tensor", "kv", "variant", "plan"], 6_400), (&["ops", "reference", "testing"], 8_800), (&["cpu"], 11_900)];
 
 /// Files above this many lines are printed: there is probably a second noun in them.
 const LONG_FILE: usize = 500;

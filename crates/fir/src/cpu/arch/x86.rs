@@ -6,7 +6,7 @@
 use std::arch::x86_64::*;
 
 use crate::cpu::vector::{Kernel, Vector};
-use crate::tensor::{E2M1_VALUES, E2m1x2, E4m3, E5m2, bf16, f16};
+use crate::tensor::{E2M1_VALUES, E2m1x2, E4m3, E5m2, Element, bf16, f16};
 
 /// Proof that this CPU has AVX2, FMA and F16C; only `detect` makes one.
 #[derive(Clone, Copy, Debug)]
@@ -384,6 +384,30 @@ impl Vector for Avx2 {
         })
     }
     #[inline(always)]
+    fn stream<T: Element>(self, from: &[T], to: &mut [T]) {
+        assert_eq!(from.len(), to.len());
+        let (line, n) = (64 / size_of::<T>(), to.len());
+        let head = to.as_ptr().align_offset(64).min(n);
+        let end = head + (n - head) / line * line;
+        to[..head].copy_from_slice(&from[..head]);
+        to[end..].copy_from_slice(&from[end..]);
+        let mut at = head;
+        while at < end {
+            let (from, to) = (from[at..at + line].as_ptr(), to[at..at + line].as_mut_ptr());
+            // SAFETY: `self` proves the vectors; both have the 64 bytes, plain numbers, and `to` is aligned to as many.
+            unsafe {
+                _mm256_stream_si256(to.cast(), _mm256_loadu_si256(from.cast()));
+                _mm256_stream_si256(to.cast::<__m256i>().add(1), _mm256_loadu_si256(from.cast::<__m256i>().add(1)));
+            }
+            at += line;
+        }
+    }
+    #[inline(always)]
+    fn fence(self) {
+        // SAFETY: SSE is in the x86-64 baseline.
+        unsafe { _mm_sfence() };
+    }
+    #[inline(always)]
     fn prefetch<T>(self, x: &[T]) {
         prefetch_lines(x);
     }
@@ -655,6 +679,27 @@ impl Vector for Avx512 {
     #[inline(always)]
     fn max_lane(self, a: __m512) -> f32 {
         with!(self, _mm512_reduce_max_ps(a))
+    }
+    #[inline(always)]
+    fn stream<T: Element>(self, from: &[T], to: &mut [T]) {
+        assert_eq!(from.len(), to.len());
+        let (line, n) = (64 / size_of::<T>(), to.len());
+        let head = to.as_ptr().align_offset(64).min(n);
+        let end = head + (n - head) / line * line;
+        to[..head].copy_from_slice(&from[..head]);
+        to[end..].copy_from_slice(&from[end..]);
+        let mut at = head;
+        while at < end {
+            let (from, to) = (from[at..at + line].as_ptr(), to[at..at + line].as_mut_ptr());
+            // SAFETY: `self` proves the vectors; both have the 64 bytes, plain numbers, and `to` is aligned to as many.
+            unsafe { _mm512_stream_si512(to.cast(), _mm512_loadu_si512(from.cast())) };
+            at += line;
+        }
+    }
+    #[inline(always)]
+    fn fence(self) {
+        // SAFETY: SSE is in the x86-64 baseline.
+        unsafe { _mm_sfence() };
     }
     #[inline(always)]
     fn prefetch<T>(self, x: &[T]) {

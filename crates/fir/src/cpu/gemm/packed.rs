@@ -190,22 +190,27 @@ impl<const R: usize, const C: usize> Kernel for Tile<'_, R, C> {
         let Self { x, w, steps, sums, stride, rows, columns } = self;
         let (xs, ws) = (x.chunks_exact(steps * R), w.chunks_exact(steps * C * V::LANES));
         let mut stack = [[[v.splat(0.0); C]; R]; LEVELS];
-        let mut acc = [[v.splat(0.0); C]; R];
         for (turn, (x, w)) in xs.zip(ws).enumerate() {
-            acc = lane_sums(v, x, w);
+            let mut acc: [[V::F; C]; R] = lane_sums(v, x, w);
             // A subtree is complete for every one at the end of `turn`, in binary.
             let mut depth = turn.count_ones() as usize;
             for _ in 0..turn.trailing_ones() {
                 depth -= 1;
-                for (acc, left) in acc.iter_mut().zip(&stack[depth]) {
-                    for (acc, left) in acc.iter_mut().zip(left) {
-                        *acc = v.add(*left, *acc);
+                let left = &stack[depth];
+                for r in 0..R {
+                    for c in 0..C {
+                        acc[r][c] = v.add(left[r][c], acc[r][c]);
                     }
                 }
             }
-            stack[depth] = acc;
+            let to = &mut stack[depth];
+            for r in 0..R {
+                for c in 0..C {
+                    to[r][c] = acc[r][c];
+                }
+            }
         }
-        for (acc, sums) in acc.iter().zip(sums.chunks_mut(stride)).take(rows) {
+        for (acc, sums) in stack[0].iter().zip(sums.chunks_mut(stride)).take(rows) {
             for (c, acc) in acc.iter().enumerate() {
                 if columns >= (c + 1) * V::LANES {
                     let sums = &mut sums[c * V::LANES..];
@@ -226,11 +231,7 @@ impl<const R: usize, const C: usize> Kernel for Tile<'_, R, C> {
 #[inline(always)]
 fn lane_sums<V: Vector, const R: usize, const C: usize>(v: V, x: &[f32], w: &[f32]) -> [[V::F; C]; R] {
     let mut acc = [[v.splat(0.0); C]; R];
-    let (mut at, last) = (0, w.len() - C * V::LANES);
-    for x in x.as_chunks::<R>().0 {
-        // Eight steps on: the strip comes from the second level.
-        v.prefetch(&w[last.min(at + 8 * C * V::LANES)..][..C * V::LANES]);
-        let w = &w[at..][..C * V::LANES];
+    for (x, w) in x.as_chunks::<R>().0.iter().zip(w.chunks_exact(C * V::LANES)) {
         let mut ws = [v.splat(0.0); C];
         for c in 0..C {
             ws[c] = v.load(&w[c * V::LANES..]);
@@ -241,7 +242,6 @@ fn lane_sums<V: Vector, const R: usize, const C: usize>(v: V, x: &[f32], w: &[f3
                 acc[r][c] = v.fma(x, ws[c], acc[r][c]);
             }
         }
-        at += C * V::LANES;
     }
     acc
 }
