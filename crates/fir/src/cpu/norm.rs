@@ -10,8 +10,8 @@ use super::vector::{Kernel, Lane, PastCache, Vector};
 use crate::error::Result;
 use crate::tensor::{DType, E4m3, E5m2, TensorMut, TensorRef};
 
-/// Bytes of an output above which it is written past the caches, as no cache of usual size would keep it: 16384 tokens of
-/// 4096 bf16 then took half the time, 94 % of the speed of a copy.
+/// Bytes of an output above which it is written past the caches, as no cache of usual size would keep it. The loop alone,
+/// 16384 rows of 4096 f32 on two cores of a Xeon of model 207, went from 16 to 33 GB/s so; a copy had 35.
 const LARGE: usize = 32 << 20;
 /// Elements that are computed before they are copied to such an output.
 const CHUNK: usize = 512;
