@@ -171,13 +171,15 @@ __global__ void __launch_bounds__(128) decode_plain(const __grid_constant__ Deco
         __syncthreads();
       }
 
+      // Through shared memory, where q was, as the text of an end per register would take seconds to compile.
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) {
-        const int column = c * 128 + threadIdx.x;
 #pragma unroll
-        for (int row = 0; row < 16; ++row) {
-          if (row >= rows || column >= dim_vo) continue;
-          float x[1] = {o[c][row]};
+        for (int row = 0; row < 16; ++row) q[row * kMaxDim + c * 128 + threadIdx.x] = o[c][row];
+      }
+      for (int row = 0; row < rows; ++row) {
+        for (int column = threadIdx.x; column < dim_vo; column += 128) {  // the columns this thread wrote
+          float x[1] = {q[row * kMaxDim + column]};
           if (w.partial < 0) {
             finish_row<V, TO>(p.out, p.variant, w, head, p.group, row, column, p.kv.v_scale, x, m[row], d[row]);
           } else {
