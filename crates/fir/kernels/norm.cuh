@@ -144,9 +144,18 @@ struct NormRow {
   }
 };
 
+template <int kCount>
+__device__ __forceinline__ void repack_all(Chunk (&x)[kCount], Chunk (&residual)[kCount]) {
+#pragma unroll
+  for (int v = 0; v < kCount; ++v) {
+    repack(x[v]);
+    repack(residual[v]);
+  }
+}
+
 // Blocks that a multiprocessor shall hold: 48 KiB and more of rows on their way, as far as registers go without spilling.
 template <int kVecs, bool kCenter, bool kAdd>
-constexpr int kMinBlocks = kVecs == 0 || kVecs == 4 ? (kCenter ? 1 : 2) : (kCenter || kAdd ? 4 : 6);
+constexpr int kMinBlocks = kVecs == 0 || kVecs == 4 ? 2 : (kCenter || kAdd ? 4 : 6);
 
 // kVecs: chunks of a row that a thread keeps; with 4, rows may be longer. 0: no tensor need be aligned, and nothing is kept;
 // the same threads add the same numbers in the same order.
@@ -190,12 +199,14 @@ __global__ void __launch_bounds__(kVecs == 0 || kVecs == 4 ? 512 : 256, kMinBloc
       }
       mean = row_sum(sum, p.width, scratch) * p.inverse_hidden;
       sum = 0.f;
+      repack_all(cx, cr);
     }
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) sum += row.template moment<true>(cx[v], cr[v], begin + v * step, mean);
     if constexpr (kLong) {
       for (u32 at = rest; at < p.hidden; at += step) sum += row.template moment<true>(row.load_x(at), row.load_residual(at), at, mean);
     }
+    repack_all(cx, cr);
     const float scale = rsqrt(fmaf(row_sum(sum, p.width, scratch), p.inverse_hidden, p.eps));
     if (!active) continue;
 #pragma unroll

@@ -35,6 +35,11 @@ __device__ __forceinline__ void store(void* p, Chunk c) {
                :: "l"(p), "r"(c.word[0]), "r"(c.word[1]), "r"(c.word[2]), "r"(c.word[3]) : "memory");
 }
 
+// Makes the compiler take the chunk apart again at its next use, where it would rather hold all the floats in registers.
+__device__ __forceinline__ void repack(Chunk& c) {
+  asm volatile("" : "+r"(c.word[0]), "+r"(c.word[1]), "+r"(c.word[2]), "+r"(c.word[3]));
+}
+
 __device__ __forceinline__ u16 raw(f16 x) { return x.bits; }
 __device__ __forceinline__ u16 raw(bf16 x) { return x.bits; }
 __device__ __forceinline__ u8 raw(e4m3 x) { return x.bits; }

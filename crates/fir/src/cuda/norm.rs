@@ -119,7 +119,7 @@ fn threads(chunks: usize) -> (u32, u32) {
     }
 }
 
-/// Threads of a block, where a row needs fewer.
+/// Threads of a block of several rows.
 const BLOCK: u32 = 256;
 
 /// `out = norm(x)`, or `residual += x; out = norm(residual)` without rounding in between.
@@ -267,7 +267,8 @@ fn launch<'a>(
         inverse_scale: 1.0 / n.scale,
         inverse_hidden: 1.0 / hidden as f32,
     };
-    let block = width.max(BLOCK);
+    // Rows of one warp and less share a block; sums over more go through its shared memory, which is one row's.
+    let block = if width > 32 { width } else { BLOCK };
     let blocks = rows.div_ceil((block / width) as usize).min(i32::MAX as usize) as u32;
     call.launch(&kernel, Grid { early: true, ..Grid::new(blocks, block) }, &params)
 }
