@@ -160,7 +160,7 @@ struct DecodeLoader {
   __device__ __forceinline__ int word(int i) const { return __shfl_sync(~0u, words, i); }
 
   __device__ __forceinline__ void open() {
-    head = word(6), head_end = word(7), kv_start = word(8), kv_end = word(9), pages = word(10);
+    head = word(6), head_end = word(7), kv_start = word(8), kv_end = word(9), pages = p.kv.start(word(10));
     const int next = word(13);
     next_words = next >= 0 ? load_words(next) : 0;
     more = word(2) > 0;

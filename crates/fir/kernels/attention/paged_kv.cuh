@@ -1,7 +1,7 @@
 // paged_kv.cuh: the pool of keys and values, the page table, and copies of rows into swizzled shared memory.
 //
-// Row j of a request is row j % page_size of page indices[pages + j / page_size]; without `indices` (ragged KV) it is
-// row pages + j of a single page. Strides are in bytes, each multiple of 16 (of block scales: 4), the last axis dense.
+// Row j of a request is row j % page_size of page indices[start + j / page_size]; without `indices` (ragged KV) it is
+// row start + j of a single page. The start is indptr[request]. Strides are in bytes, each multiple of 16 (of block scales: 4), the last axis dense.
 // A page id at or past `num_pages` reads the last page: wrong ids give wrong numbers, never a fault.
 //
 // reads  never a row at or past the end it is given: those rows become zeros
@@ -24,6 +24,8 @@ struct KvPool {
   KvTensor k_scales, v_scales;
   /// Page ids, CSR; null for ragged KV.
   const int* indices;
+  /// Where each request's entries start; null: an item's `pages` is the start itself.
+  const int* indptr;
   unsigned num_pages, page_size;
   /// log2 of page_size, or -1 when that is no power of two.
   int page_shift;
@@ -32,6 +34,9 @@ struct KvPool {
   /// What all keys, and all values, are multiplied by.
   float k_scale, v_scale;
   int pad;
+
+  /// The start of an item's entries.
+  __device__ __forceinline__ int start(int pages) const { return indptr == nullptr ? pages : __ldg(indptr + pages); }
 
   /// The entry of the page table for row `row` of a request whose entries start at `pages`; to be given to `place`.
   __device__ __forceinline__ int entry(int pages, int row) const {

@@ -27,7 +27,7 @@ struct WorkItem {
   int head_start, head_end;
   /// KV positions.
   int kv_start, kv_end;
-  /// First entry of the request in the page table; its first row when KV is ragged.
+  /// The request's place in `KvPool::indptr`, or what would stand there.
   int pages;
   /// First row of the partial results, head after head; -1 when the unit is whole.
   int partial;
@@ -66,6 +66,12 @@ struct OutParams {
   const TokenContext* tokens;
 };
 
+/// An output type of rows that are not finished, for levels.cuh: `out` takes o as summed, in f32 and times the values'
+/// scale, `lse` pairs (m, d), its strides in pairs.
+struct State {
+  static constexpr int kBits = 32;
+};
+
 /// Row `row` of a unit, as hooks see it.
 __device__ __forceinline__ RowContext row_context(const WorkItem& w, const TokenContext* tokens, int head, int group, int row) {
   const int token = row / group;
@@ -81,6 +87,14 @@ __device__ __forceinline__ RowContext row_context(const WorkItem& w, const Token
 template <class V, class TO, int kCount>
 __device__ __forceinline__ void finish_row(const OutParams& out, const typename V::Params& params, const WorkItem& w, int head,
                                            int group, int row, int column, float v_scale, float (&o)[kCount], float m, float d) {
+  const long long token = w.q_start + row / group, qo_head = static_cast<long long>(head) * group + row % group;
+  if constexpr (Same<TO, State>::value) {
+    float* rows = reinterpret_cast<float*>(out.out + token * out.out_token + qo_head * out.out_head) + column;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) rows[i] = o[i] * v_scale;
+    if (column == 0) reinterpret_cast<float2*>(out.lse)[token * out.lse_token + qo_head * out.lse_head] = make_float2(m, d);
+    return;
+  }
   float scale = v_scale;
   if constexpr (V::kSoftmax) {
     if constexpr (V::kHasInit) {
@@ -99,7 +113,6 @@ __device__ __forceinline__ void finish_row(const OutParams& out, const typename 
       o[i] = row_context(w, out.tokens, head, group, row).template output<V>(params, o[i], m * kLn2, d);
     }
   }
-  const long long token = w.q_start + row / group, qo_head = static_cast<long long>(head) * group + row % group;
   unsigned char* to = out.out + token * out.out_token + qo_head * out.out_head + column * (TO::kBits / 8);
   if constexpr (kCount == 4) {
     store4<TO>(to, o);
