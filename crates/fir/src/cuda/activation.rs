@@ -42,7 +42,7 @@ const CHUNKS: u32 = 2;
 
 fn source(x: DType, act: Activation, chunks: u32, vector: bool) -> Source {
     let name = format!("fir::act_and_mul<{}, fir::{act:?}, {chunks}, {vector}>", cpp(x));
-    Source { file: "activation.cuh", name, params: Twin::of::<ActivationParams>() }
+    Source::new("activation.cuh", name, Twin::of::<ActivationParams>())
 }
 
 /// Every instantiation that [`act_and_mul`] may choose.

@@ -11,7 +11,7 @@ pub use super::arch::Arch;
 use super::nvrtc::{Job, Nvrtc};
 use super::params::Twin;
 use super::source::{self, Hash};
-use super::{activation, norm};
+use super::{activation, attention, norm};
 use crate::env;
 use crate::error::{Error, Result};
 
@@ -22,12 +22,14 @@ pub struct Source {
     pub(crate) file: &'static str,
     /// C++ name with the template's arguments.
     pub(crate) name: String,
+    /// C++ text after that file: a variant's hooks.
+    pub(crate) text: String,
     pub(crate) params: Twin,
 }
 
 impl PartialEq for Source {
     fn eq(&self, other: &Self) -> bool {
-        (self.file, &self.name) == (other.file, &other.name)
+        (self.file, &self.name, &self.text) == (other.file, &other.name, &other.text)
     }
 }
 
@@ -95,10 +97,15 @@ pub fn on_compile(hook: impl Fn(&str, Arch) + Send + Sync + 'static) -> bool {
 
 /// Every instantiation that an operator may choose: what `fir jit build` compiles.
 pub fn kernels() -> Vec<Source> {
-    [activation::kernels(), norm::kernels()].concat()
+    [activation::kernels(), attention::kernels(), norm::kernels()].concat()
 }
 
 impl Source {
+    /// Of a file alone.
+    pub(crate) fn new(file: &'static str, name: String, params: Twin) -> Self {
+        Self { file, name, text: String::new(), params }
+    }
+
     /// Its name: the C++ template with its arguments.
     pub fn name(&self) -> &str {
         &self.name
@@ -111,7 +118,7 @@ impl Source {
 
     /// The text that is compiled.
     fn text(&self) -> String {
-        format!("#include <fir/{}>\n{}", self.file, self.params.assertions())
+        format!("#include <fir/{}>\n{}{}", self.file, self.text, self.params.assertions())
     }
 
     fn options(arch: Arch) -> Vec<String> {

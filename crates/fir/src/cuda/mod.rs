@@ -13,6 +13,7 @@
 
 pub(crate) mod activation;
 mod arch;
+pub(crate) mod attention;
 mod call;
 pub(crate) mod driver;
 pub(crate) mod dry;

@@ -67,7 +67,7 @@ impl Instance {
     fn source(self) -> Source {
         let Self { x, out, center, add, chunks } = self;
         let name = format!("fir::norm<{}, {}, {center}, {add}, {chunks}>", cpp(x), cpp(out));
-        Source { file: "norm.cuh", name, params: Twin::of::<NormParams>() }
+        Source::new("norm.cuh", name, Twin::of::<NormParams>())
     }
 }
 

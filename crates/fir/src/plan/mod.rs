@@ -4,9 +4,11 @@ mod schedule;
 mod workspace;
 
 pub(crate) use self::{
-    schedule::{Cut, Entry},
+    schedule::{Cut, Entry, Token},
     workspace::Tile,
 };
+#[cfg(feature = "cuda")]
+pub(crate) use self::workspace::DeviceSizes;
 pub use self::{
     schedule::{Item, Merge, Schedule, Split, TILE_KV},
     workspace::Scratch,

@@ -33,6 +33,8 @@ pub(crate) use self::{
     rope::frequencies,
     row::RowProgram,
 };
+#[cfg(feature = "cuda")]
+pub(crate) use self::params::Value;
 
 /// What a variant's mask says of a whole block; all is visible without a mask.
 pub(crate) fn visible_in(variant: &Variant, bound: Option<&Bound<'_>>, block: &Block) -> Visible {
