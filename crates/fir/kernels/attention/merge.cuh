@@ -2,108 +2,91 @@
 //
 //   lse = log2 sum_i 2^lse_i        o = sum_i 2^(lse_i - lse) o_i        nothing seen: o = 0, lse = -inf
 //
-// grid   (ceil(tokens * heads / blockDim.y))   a row each thread row; columns kVec at a time
-// block  (a power of two <= 32, rows)         256 in all; a row's threads are in one warp
+// grid   blocks of rows (a row is a token and a head), as many as there are, then again from the first
+// block  256: `width` threads per row, a power of two up to 32, so a row's threads are in one warp
 // smem   none
 // needs  sm_80
 //
-// reads  o, lse of every state, an o of weight 0 not used (it may be NaN); in place: only where `mask` is set
-// writes out, lse_out
-// twins  src/ops/attention/merge.rs, src/cpu/attention/merge.rs
+// reads  o, lse of every state; an o of weight 0 does not count, whatever it holds. In place: only where `mask` is set
+// writes out, lse_out; they may be those of the first of two states
+// twins  src/cpu/attention/merge.rs, src/reference/attention/merge.rs
 #pragma once
-#include <fir/attention/number.cuh>
-#include <fir/attention/softmax.cuh>
+#include <fir/base/math.cuh>
+#include <fir/base/vec.cuh>
 
 namespace fir {
 
-/// `states` states at a distance of `o_state` bytes and `lse_state` elements; strides of tokens and heads likewise.
-struct StatesRef {
-  const unsigned char* o;
-  const float* lse;
-  long long o_token, o_head, o_state, lse_token, lse_head, lse_state;
-};
-
+// Strides in elements. The states of a row: `states` of them at `a`, or one at `a` and one at `b`.
 struct MergeParams {
-  /// All states; or the first and the second of two.
-  StatesRef a, b;
-  unsigned char* out;
+  const void* o_a;
+  const void* o_b;
+  const float* lse_a;
+  const float* lse_b;
+  void* out;
   float* lse_out;
-  long long out_token, out_head, lse_out_token, lse_out_head;
-  /// A byte per token, rows with 0 stay as they are; null: all.
-  const unsigned char* mask;
-  unsigned tokens, heads, states, dim;
+  const u8* mask;  // a byte per token: rows with 0 stay as they are; null: all
+  u64 o_a_token, o_a_head, o_a_state, lse_a_token, lse_a_head, lse_a_state;
+  u64 o_b_token, o_b_head, lse_b_token, lse_b_head;
+  u64 out_token, out_head, lse_out_token, lse_out_head;
+  u64 mask_stride;
+  u32 tokens, heads, states, dim;
+  u32 width, unused;
 };
 
-template <class T, int kVec>
-__device__ __forceinline__ void load_vec(const unsigned char* p, float (&x)[kVec]) {
-  if constexpr (kVec == 1) {
-    x[0] = load_one<T>(p, 0);
-  } else if constexpr (Same<T, F32>::value) {
-    const float4 v = *reinterpret_cast<const float4*>(p);
-    x[0] = v.x, x[1] = v.y, x[2] = v.z, x[3] = v.w;
-  } else {
-    load_some<T>(p, x);
-  }
+// Weight of a state at the maximum m, which is -inf if every state is empty.
+__device__ __forceinline__ float weight_of(float lse, float m) {
+  return exp2f(m == float_of(0xff800000u) ? lse : lse - m);
 }
 
-template <class T, int kVec>
-__device__ __forceinline__ void store_vec(unsigned char* p, const float (&x)[kVec]) {
-  if constexpr (Same<T, F32>::value) {
-    if constexpr (kVec == 1) *reinterpret_cast<float*>(p) = x[0];
-    else *reinterpret_cast<float4*>(p) = make_float4(x[0], x[1], x[2], x[3]);
-  } else if constexpr (kVec == 1) {
-    *reinterpret_cast<unsigned short*>(p) = static_cast<unsigned short>(pack2<T>(x[0], 0.0f));
-  } else {
-    *reinterpret_cast<uint4*>(p) =
-        make_uint4(pack2<T>(x[0], x[1]), pack2<T>(x[2], x[3]), pack2<T>(x[4], x[5]), pack2<T>(x[6], x[7]));
-  }
-}
-
-/// `kTwo`: of `a` and `b` (out may be a's); else of all `states` of `a`. kVec: 16 bytes' worth, or 1 where rows are
-/// not 16-byte aligned.
-template <class T, int kVec, bool kTwo>
+// kTwo: of `a` and `b`; else of all `states` of `a`. kVector: rows on 16 bytes.
+template <class T, bool kTwo, bool kVector>
 __global__ void __launch_bounds__(256) merge_states(const __grid_constant__ MergeParams p) {
-  const unsigned row = blockIdx.x * blockDim.y + threadIdx.y;
-  const unsigned token = min(row, p.tokens * p.heads - 1) / p.heads, head = row % p.heads;
-  const bool mine = row < p.tokens * p.heads && (p.mask == nullptr || p.mask[token] != 0);
-  const unsigned states = kTwo ? 2 : p.states;
-  const unsigned char* o_a = p.a.o + token * p.a.o_token + head * p.a.o_head;
-  const float* lse_a = p.a.lse + token * p.a.lse_token + head * p.a.lse_head;
-  const unsigned char* o_b = kTwo ? p.b.o + token * p.b.o_token + head * p.b.o_head : nullptr;
-  const float* lse_b = kTwo ? p.b.lse + token * p.b.lse_token + head * p.b.lse_head : nullptr;
-  float two[2] = {};
-  if constexpr (kTwo) {
-    // In place lse_out is lse_a: all threads of a row have read it before one writes it.
-    if (mine) two[0] = *lse_a, two[1] = *lse_b;
-    __syncwarp();
-  }
-  if (!mine) return;
-  auto lse = [&](unsigned i) { return kTwo ? (i == 0 ? two[0] : two[1]) : lse_a[i * p.a.lse_state]; };
-  auto part = [&](unsigned i) { return kTwo ? (i == 0 ? o_a : o_b) : o_a + i * p.a.o_state; };
-
-  float m = neg_inf(), d = 0.0f;
-#pragma unroll 4
-  for (unsigned i = 0; i < states; ++i) m = fmaxf(m, lse(i));
-#pragma unroll 4
-  for (unsigned i = 0; i < states; ++i) d += exp2_diff(lse(i), m);
-  const float scale = d == 0.0f ? 0.0f : 1.0f / d;
-  for (unsigned column = threadIdx.x * kVec; column < p.dim; column += blockDim.x * kVec) {
-    float sum[kVec];
-#pragma unroll
-    for (int j = 0; j < kVec; ++j) sum[j] = 0.0f;
-#pragma unroll 4
-    for (unsigned i = 0; i < states; ++i) {
-      const float f = exp2_diff(lse(i), m);
-      float x[kVec];
-      load_vec<T>(part(i) + column * (T::kBits / 8), x);
-#pragma unroll
-      for (int j = 0; j < kVec; ++j) sum[j] += f == 0.0f ? 0.0f : f * x[j];
+  constexpr u32 kL = kLanes<T>;
+  const u32 lane = threadIdx.x & (p.width - 1), per_block = 256 / p.width;
+  const u64 rows = u64(p.tokens) * p.heads;
+  wait_for_previous();
+  for (u64 first = u64(blockIdx.x) * per_block; first < rows; first += u64(gridDim.x) * per_block) {
+    const u64 own = first + threadIdx.x / p.width, row = own < rows ? own : rows - 1;
+    const u32 token = u32(row / p.heads), head = u32(row % p.heads);
+    const bool mine = own < rows && (!p.mask || p.mask[token * p.mask_stride] != 0);
+    const T* o_a = static_cast<const T*>(p.o_a) + token * p.o_a_token + head * p.o_a_head;
+    const T* o_b = kTwo ? static_cast<const T*>(p.o_b) + token * p.o_b_token + head * p.o_b_head : nullptr;
+    const float* lse_a = p.lse_a + token * p.lse_a_token + head * p.lse_a_head;
+    float two[2] = {};
+    if constexpr (kTwo) {
+      two[0] = *lse_a;
+      two[1] = p.lse_b[token * p.lse_b_token + head * p.lse_b_head];
+      // In place lse_out is lse_a: all threads of a row have read it before one writes it.
+      __syncwarp();
     }
+    start_next();
+    if (!mine) continue;
+    const u32 states = kTwo ? 2 : p.states;
+    auto lse = [&](u32 i) { return kTwo ? (i == 0 ? two[0] : two[1]) : lse_a[i * p.lse_a_state]; };
+    float m = float_of(0xff800000u), d = 0.f;
+#pragma unroll 4
+    for (u32 i = 0; i < states; ++i) m = fmaxf(m, lse(i));
+#pragma unroll 4
+    for (u32 i = 0; i < states; ++i) d += weight_of(lse(i), m);
+    const float inverse = d == 0.f ? 0.f : __fdiv_rn(1.f, d);
+    T* out = static_cast<T*>(p.out) + token * p.out_token + head * p.out_head;
+    for (u32 at = lane * kL; at < p.dim; at += p.width * kL) {
+      float sum[kL] = {};
+#pragma unroll 4
+      for (u32 i = 0; i < states; ++i) {
+        const T* o = kTwo ? (i == 0 ? o_a : o_b) : o_a + i * p.o_a_state;
+        float x[kL];
+        widen<T>(load_chunk<kVector>(o, at, p.dim), x);
+        const float w = weight_of(lse(i), m);
 #pragma unroll
-    for (int j = 0; j < kVec; ++j) sum[j] *= scale;
-    store_vec<T>(p.out + token * p.out_token + head * p.out_head + column * (T::kBits / 8), sum);
+        for (u32 j = 0; j < kL; ++j) sum[j] = w == 0.f ? sum[j] : fmaf(w, x[j], sum[j]);
+      }
+#pragma unroll
+      for (u32 j = 0; j < kL; ++j) sum[j] *= inverse;
+      store_elements<kVector>(out, at, p.dim, sum);
+    }
+    if (lane == 0) p.lse_out[token * p.lse_out_token + head * p.lse_out_head] = m + log2f(d);
   }
-  if (threadIdx.x == 0) p.lse_out[token * p.lse_out_token + head * p.lse_out_head] = d == 0.0f ? neg_inf() : m + log2f(d);
 }
 
 }  // namespace fir

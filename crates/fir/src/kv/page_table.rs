@@ -122,7 +122,14 @@ impl<'a> PageTable<'a> {
         if num_pages == 0 && lens.iter().any(|&n| n > 0) {
             return Err(Error::value(OP, "num_pages", 0, "more, as requests hold tokens"));
         }
-        Ok(Self { indptr: indptr.into(), indices: Cow::Borrowed(&[]), device: Some(device), lens, page_size, num_pages })
+        Ok(Self {
+            indptr: indptr.into(),
+            indices: Cow::Borrowed(&[]),
+            device: Some(device),
+            lens,
+            page_size,
+            num_pages,
+        })
     }
 
     /// The same table with its copy on a device.
@@ -156,18 +163,18 @@ impl<'a> PageTable<'a> {
 fn checked_lens(page_size: usize, indptr: &[i32], lens: &[i32]) -> Result<Vec<u32>> {
     check_batch("lens", lens.len(), indptr)?;
     let mut checked = Vec::with_capacity(lens.len());
-        for (r, (pages, &len)) in indptr.windows(2).zip(lens).enumerate() {
-            let held = ((pages[1] - pages[0]) as usize).saturating_mul(page_size);
-            if len < 0 || len as usize > held {
-                return Err(Error::value(
-                    OP,
-                    "lens",
-                    format!("{len} at request {r}"),
-                    format!("0 to {held}, what its {} pages of {page_size} hold", pages[1] - pages[0]),
-                ));
-            }
-            checked.push(len as u32);
+    for (r, (pages, &len)) in indptr.windows(2).zip(lens).enumerate() {
+        let held = ((pages[1] - pages[0]) as usize).saturating_mul(page_size);
+        if len < 0 || len as usize > held {
+            return Err(Error::value(
+                OP,
+                "lens",
+                format!("{len} at request {r}"),
+                format!("0 to {held}, what its {} pages of {page_size} hold", pages[1] - pages[0]),
+            ));
         }
+        checked.push(len as u32);
+    }
     Ok(checked)
 }
 

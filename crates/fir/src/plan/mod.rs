@@ -3,12 +3,12 @@
 mod schedule;
 mod workspace;
 
+#[cfg(feature = "cuda")]
+pub(crate) use self::workspace::DeviceSizes;
 pub(crate) use self::{
     schedule::{Cut, Entry, Token},
     workspace::Tile,
 };
-#[cfg(feature = "cuda")]
-pub(crate) use self::workspace::DeviceSizes;
 pub use self::{
     schedule::{Item, Merge, Schedule, Split, TILE_KV},
     workspace::Scratch,

@@ -274,7 +274,8 @@ fn check<'a>(
             if ty == ParamType::Bits && types && fits {
                 return Ok(value);
             }
-            let want = if ty == ParamType::Bits { "u8, with an i32 indptr of batch + 1".into() } else { ty.to_string() };
+            let want =
+                if ty == ParamType::Bits { "u8, with an i32 indptr of batch + 1".into() } else { ty.to_string() };
             return Err((value.to_string(), want));
         }
         Value::Tensor(t) if line(&t) => match t.dtype() {
@@ -285,9 +286,7 @@ fn check<'a>(
         .unwrap_or(value),
         Value::BitTensors { bytes, indptr } if line(&bytes) && line(&indptr) => {
             match (bytes.typed::<u8>("Params", "bytes"), indptr.typed::<i32>("Params", "indptr")) {
-                (Ok(b), Ok(i)) => {
-                    Value::Bits { bytes: &b.data()[..b.shape()[0]], indptr: &i.data()[..i.shape()[0]] }
-                }
+                (Ok(b), Ok(i)) => Value::Bits { bytes: &b.data()[..b.shape()[0]], indptr: &i.data()[..i.shape()[0]] },
                 _ => value,
             }
         }

@@ -23,7 +23,7 @@ use fir::{DType, Error, Exec, Result, Tensor, TensorMut, TensorRef, activation, 
 /// snapshot of [`cuda_matrix_is_as_recorded`] shows which cells are missing.
 #[cfg(feature = "cuda")]
 pub(crate) const NOT_ON_CUDA: &[&str] =
-    &["attention", "gemm", "moe", "page", "quantize", "rope", "sampling", "speculative", "topk", "variant"];
+    &["gemm", "moe", "page", "quantize", "rope", "sampling", "speculative", "topk", "variant"];
 
 /// Types in the order of the columns.
 const DTYPES: [DType; 9] =

@@ -2,8 +2,8 @@
 
 use super::super::jit::Source;
 use super::super::params::{Address, Twin, params};
-use super::{ROWS, Spec};
 use super::hooks::Hooks;
+use super::{ROWS, Spec};
 use crate::tensor::DType;
 
 /// A kernel that runs a work list.
@@ -156,7 +156,8 @@ impl Form {
         let decode = Twin::of::<DecodeParams>();
         match self {
             Self::Decode => {
-                let dim = |d: usize| DIMS.into_iter().find(|&n| n >= d && (bits(spec.kv) > 4 || n % 64 == 0)).unwrap_or(d);
+                let dim =
+                    |d: usize| DIMS.into_iter().find(|&n| n >= d && (bits(spec.kv) > 4 || n % 64 == 0)).unwrap_or(d);
                 let vo = dim(spec.dim_vo);
                 // Warps exchange rows of the output through a stage of keys and values, which must have the room.
                 let qk = dim(spec.dim_qk).max(vo);
@@ -170,7 +171,8 @@ impl Form {
                 };
                 // 41 KB on their way keep an H200's memory busy; three stages of four warps are 96 KB per block.
                 let shapes = [(4, 3), (4, 2), (2, 2)];
-                let (warps, stages) = shapes.into_iter().find(|&(w, s)| smem(w, s) <= shared as usize).unwrap_or((2, 2));
+                let (warps, stages) =
+                    shapes.into_iter().find(|&(w, s)| smem(w, s) <= shared as usize).unwrap_or((2, 2));
                 let smem = smem(warps, stages) as u32;
                 let most = if qk > 128 { 1 } else { 2 };
                 let blocks = ((shared + 1024) / (smem + 1024)).clamp(1, most);

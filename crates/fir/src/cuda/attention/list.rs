@@ -158,24 +158,27 @@ impl List {
                 let token = tokens[item.q_start as usize];
                 let key = (item.q_start, item.head_start);
                 let merge = schedule.merges().binary_search_by_key(&key, |m| (m.q_start, m.head)).unwrap_or(0);
-                put(at, WorkItem {
-                    request: token.batch,
-                    q_start: item.q_start as i32,
-                    tokens: item.q_len as i32,
-                    q_idx: token.q_idx,
-                    q_len: token.q_len,
-                    kv_len: token.kv_len,
-                    head_start: item.head_start as i32,
-                    head_end: item.head_end as i32,
-                    kv_start: item.kv_start as i32,
-                    kv_end: item.kv_end as i32,
-                    pages: item.request as i32,
-                    partial: if item.partial == Item::WHOLE { -1 } else { item.partial as i32 },
-                    merge: merge as i32,
-                    next,
-                    kv_base: kv_base.map_or(0, |b| b[item.request as usize]),
-                    pad: 0,
-                });
+                put(
+                    at,
+                    WorkItem {
+                        request: token.batch,
+                        q_start: item.q_start as i32,
+                        tokens: item.q_len as i32,
+                        q_idx: token.q_idx,
+                        q_len: token.q_len,
+                        kv_len: token.kv_len,
+                        head_start: item.head_start as i32,
+                        head_end: item.head_end as i32,
+                        kv_start: item.kv_start as i32,
+                        kv_end: item.kv_end as i32,
+                        pages: item.request as i32,
+                        partial: if item.partial == Item::WHOLE { -1 } else { item.partial as i32 },
+                        merge: merge as i32,
+                        next,
+                        kv_base: kv_base.map_or(0, |b| b[item.request as usize]),
+                        pad: 0,
+                    },
+                );
                 if next >= 0 {
                     at = rest;
                     rest += 1;
@@ -227,7 +230,8 @@ impl List {
     /// Names it for the records of a dry run.
     pub(super) fn name(&self, call: &mut Call<'_>) {
         let [_, merges, tokens, items, end] = self.room.offsets();
-        let parts = [("starts", 0, merges), ("merges", merges, tokens), ("tokens", tokens, items), ("items", items, end)];
+        let parts =
+            [("starts", 0, merges), ("merges", merges, tokens), ("tokens", tokens, items), ("items", items, end)];
         for (name, from, to) in parts {
             call.name(name, self.at(0).0 + from as u64, to - from);
         }

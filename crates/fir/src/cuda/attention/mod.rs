@@ -6,10 +6,12 @@
 //! | [`form`] | the kernels' instantiations and parameters |
 //! | [`hooks`] | a variant as the kernels take it |
 //! | [`list`] | the work list in the device's memory |
-//! | [`merge`] | merges of states, and of a cascade's levels |
+//! | [`levels`] | the end of a cascade |
+//! | [`merge`] | merges of states that a user has |
 
 mod form;
 mod hooks;
+pub(crate) mod levels;
 mod list;
 pub(crate) mod merge;
 
@@ -27,7 +29,7 @@ use crate::error::{Error, Result};
 use crate::kv::PageTable;
 use crate::plan::{DeviceSizes, Schedule, Scratch, Split, Token};
 use crate::tensor::{DType, Layout, TensorMut, TensorRef};
-use crate::variant::{Bound, Normalize, Variant};
+use crate::variant::{Bound, Variant};
 
 /// What an attention kernel is chosen by.
 #[derive(Clone, Debug)]
@@ -43,7 +45,7 @@ pub(crate) struct Spec {
     pub(crate) dim_pe: Option<usize>,
     /// Query heads per KV head.
     pub(crate) group: usize,
-    /// Rows stay unfinished, for [`merge::levels`].
+    /// Rows stay unfinished, for [`levels`].
     pub(crate) states: bool,
     pub(crate) variant: Variant,
 }
@@ -84,7 +86,11 @@ fn choose(spec: &Spec) -> Result<Form> {
     let mut why = Vec::new();
     for (form, refuses) in CANDIDATES {
         // f32 has no tensor-core product at all, so there is nothing to ask.
-        match if *form == Form::Decode && form::multiplied(spec.kv).is_none() { Some("f32".into()) } else { refuses(spec) } {
+        match if *form == Form::Decode && form::multiplied(spec.kv).is_none() {
+            Some("f32".into())
+        } else {
+            refuses(spec)
+        } {
             None => return Ok(*form),
             Some(reason) => why.push(format!("{form:?}: {reason}")),
         }
@@ -124,7 +130,8 @@ pub(super) fn kernels() -> Vec<Source> {
     specs.push(spec(bf16, DType::E2M1x2, bf16, [128, 128], standard()));
     // Every kind of hook and of parameter.
     let rope = rope_llama(1e4, 1.0, false);
-    let variants = [Ok(sliding_window()), Ok(soft_cap()), Ok(alibi()), Ok(sink()), Ok(custom_mask()), Ok(sigmoid()), rope];
+    let variants =
+        [Ok(sliding_window()), Ok(soft_cap()), Ok(alibi()), Ok(sink()), Ok(custom_mask()), Ok(sigmoid()), rope];
     for variant in variants.into_iter().flatten() {
         specs.push(spec(bf16, bf16, bf16, [128, 128], variant.clone()));
         specs.push(spec(f32, f32, f32, [128, 128], variant));
@@ -149,6 +156,7 @@ pub(super) fn kernels() -> Vec<Source> {
             all.push(source);
         }
     }
+    all.extend(levels::kernels());
     all.extend(merge::kernels());
     all
 }
@@ -193,9 +201,12 @@ pub(crate) enum Index<'a> {
 
 /// Where finished rows go.
 pub(crate) enum Sink<'a> {
-    Output { out: TensorMut<'a>, lse: Option<TensorMut<'a>> },
+    Output {
+        out: TensorMut<'a>,
+        lse: Option<TensorMut<'a>>,
+    },
     /// Level `level` of a cascade's states.
-    Level(merge::States, usize),
+    Level(levels::States, usize),
 }
 
 /// One layer's tensors: those of KV are `[pages, page_size, kv_heads, dim]`.
@@ -224,7 +235,7 @@ impl Plan {
         let instance = choose(&spec)?.instance(&spec, &hooks, gpu.properties().shared_per_block);
         let kernel = gpu.kernel(instance.source.clone())?;
         let workers = (gpu.properties().multiprocessors * instance.blocks) as usize;
-        let levels = spec.states.then(|| gpu.kernel(merge::levels_source(spec.out, &hooks))).transpose()?;
+        let levels = spec.states.then(|| gpu.kernel(levels::source(spec.out, &hooks))).transpose()?;
         let list = List::new(gpu, tiles, workers)?;
         Ok(Self { spec, hooks, instance, kernel, levels, workers, split, list, partial_rows: 0, counters: 0 })
     }
@@ -413,11 +424,6 @@ impl Plan {
             self.list.leave(gpu)?;
         }
         call.finish()
-    }
-
-    /// Whether the variant's weights are normalised.
-    pub(crate) fn softmax(&self) -> bool {
-        self.spec.variant.normalize() == Normalize::Softmax
     }
 }
 

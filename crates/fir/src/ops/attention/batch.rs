@@ -421,24 +421,27 @@ impl BatchPlan {
         let scale = self.check_args(op, &q, &kv, sm_scale)?;
         let bound = self.bind(gpu.place(), params)?;
         let pool = kv.pool();
-        plan.run(gpu, gpu_kernel::Args {
-            op,
-            q: ("q", q),
-            q_pe: None,
-            k: pool.k,
-            v: pool.v,
-            kpe: None,
-            block_scales: pool.block_scales,
-            index: match &kv {
-                Kv::Paged(_, table) => gpu_kernel::Index::Paged(table),
-                Kv::Ragged(_) => gpu_kernel::Index::Ragged,
+        plan.run(
+            gpu,
+            gpu_kernel::Args {
+                op,
+                q: ("q", q),
+                q_pe: None,
+                k: pool.k,
+                v: pool.v,
+                kpe: None,
+                block_scales: pool.block_scales,
+                index: match &kv {
+                    Kv::Paged(_, table) => gpu_kernel::Index::Paged(table),
+                    Kv::Ragged(_) => gpu_kernel::Index::Ragged,
+                },
+                sm_scale: scale,
+                v_scale: pool.v_scale,
+                bound: &bound,
+                scratch,
+                sink,
             },
-            sm_scale: scale,
-            v_scale: pool.v_scale,
-            bound: &bound,
-            scratch,
-            sink,
-        })
+        )
     }
 
     /// Without softmax there is no log-sum-exp.
@@ -707,9 +710,7 @@ pub(super) fn output_sink<'a>(
     lse: Option<TensorMut<'a>>,
 ) -> Result<Sink<'a>> {
     let lse = match lse {
-        Some(lse) => {
-            Some(RowsOnce::new(RowsMut::new(op, "lse", lse.with_unit_axis()?)?))
-        }
+        Some(lse) => Some(RowsOnce::new(RowsMut::new(op, "lse", lse.with_unit_axis()?)?)),
         None => None,
     };
     let out = match dtype {

@@ -9,7 +9,7 @@ use super::batch::{BatchPlan, Problem, check_kv_lens, check_output, check_tokens
 use crate::cpu::attention::{self as kernel, Sink};
 use crate::cpu::pool::{RowsMut, RowsOnce};
 #[cfg(feature = "cuda")]
-use crate::cuda::attention::{self as gpu_kernel, merge::States};
+use crate::cuda::attention::{self as gpu_kernel, levels::States};
 use crate::error::{Error, Result};
 use crate::exec::Exec;
 use crate::kv::{Kv, Ragged};
@@ -165,7 +165,9 @@ impl CascadePlan {
             }
             let bound = self.levels[0].bind(gpu.place(), params)?;
             // Any level's plan knows where the tokens stand; the first is as good as another.
-            return self.levels[0].on_gpu().map_or(Ok(()), |plan| plan.finish_levels(gpu, OP, states, &bound, out, lse));
+            return self.levels[0]
+                .on_gpu()
+                .map_or(Ok(()), |plan| plan.finish_levels(gpu, OP, states, &bound, out, lse));
         }
         let sink = output_sink(OP, p.out_dtype, out, lse)?;
         let (states, _) = states[0].take(OP, n * self.state_floats(), 0)?;

@@ -8,7 +8,7 @@
 
 use crate::cpu::attention as kernel;
 #[cfg(feature = "cuda")]
-use crate::cuda::attention::merge::{Merged, StatesMut, StatesRef, merge};
+use crate::cuda::attention::merge as device;
 use crate::error::{Error, Result};
 use crate::exec::Exec;
 use crate::tensor::{Bool, DType, Dims, TensorMut, TensorRef};
@@ -39,9 +39,8 @@ pub fn merge_state(
         Exec::Cpu(cpu) => kernel::merge_state(cpu, (o_a, lse_a), (o_b, lse_b), (out, lse_out)),
         #[cfg(feature = "cuda")]
         Exec::Cuda(gpu) => {
-            let [a, b] = [[("o_a", o_a), ("lse_a", lse_a)], [("o_b", o_b), ("lse_b", lse_b)]]
-                .map(|[o, lse]| StatesRef { o, lse });
-            merge(gpu, OP, Merged::Two(a, b), StatesMut { o: ("out", out), lse: ("lse_out", lse_out) })
+            let (a, b) = ((["o_a", "lse_a"], o_a, lse_a), (["o_b", "lse_b"], o_b, lse_b));
+            device::merge(gpu, OP, a, Some(b), (["out", "lse_out"], out, lse_out))
         }
     }
 }
@@ -67,9 +66,6 @@ pub fn merge_state_in_place(
     same_dtype(OP, "o_other", o_other.dtype(), o.dtype())?;
     if let Some(mask) = &mask {
         dims.bind("mask", mask, &STATE[..1])?;
-        if mask.dtype() != DType::Bool {
-            return Err(Error::DType { op: OP, arg: "mask", got: mask.dtype().name(), want: "bool".into() });
-        }
     }
     match exec {
         Exec::Cpu(cpu) => {
@@ -85,8 +81,8 @@ pub fn merge_state_in_place(
         }
         #[cfg(feature = "cuda")]
         Exec::Cuda(gpu) => {
-            let other = StatesRef { o: ("o_other", o_other), lse: ("lse_other", lse_other) };
-            merge(gpu, OP, Merged::Into(other, mask), StatesMut { o: ("o", o), lse: ("lse", lse) })
+            let other = (["o_other", "lse_other"], o_other, lse_other);
+            device::merge_in_place(gpu, OP, (["o", "lse"], o, lse), other, mask)
         }
     }
 }
@@ -114,10 +110,7 @@ pub fn merge_states(
     match exec {
         Exec::Cpu(cpu) => kernel::merge_states(cpu, (o, lse), (out, lse_out)),
         #[cfg(feature = "cuda")]
-        Exec::Cuda(gpu) => {
-            let all = Merged::All(StatesRef { o: ("o", o), lse: ("lse", lse) });
-            merge(gpu, OP, all, StatesMut { o: ("out", out), lse: ("lse_out", lse_out) })
-        }
+        Exec::Cuda(gpu) => device::merge(gpu, OP, (["o", "lse"], o, lse), None, (["out", "lse_out"], out, lse_out)),
     }
 }
 

@@ -202,21 +202,24 @@ impl MlaPlan {
                 fn head(t: TensorRef<'_>) -> Result<TensorRef<'_>> {
                     t.with_unit_axis()?.transpose(2, 3)
                 }
-                return plan.run(gpu, gpu_kernel::Args {
-                    op: OP,
-                    q: ("q_nope", q_nope),
-                    q_pe: Some((q_pe, ratio)),
-                    k: head(kv.ckv)?,
-                    v: head(kv.ckv)?,
-                    kpe: Some(head(kv.kpe)?),
-                    block_scales: None,
-                    index: gpu_kernel::Index::Paged(table),
-                    sm_scale: scale,
-                    v_scale: kv.ckv_scale,
-                    bound: &bound,
-                    scratch,
-                    sink: gpu_kernel::Sink::Output { out, lse },
-                });
+                return plan.run(
+                    gpu,
+                    gpu_kernel::Args {
+                        op: OP,
+                        q: ("q_nope", q_nope),
+                        q_pe: Some((q_pe, ratio)),
+                        k: head(kv.ckv)?,
+                        v: head(kv.ckv)?,
+                        kpe: Some(head(kv.kpe)?),
+                        block_scales: None,
+                        index: gpu_kernel::Index::Paged(table),
+                        sm_scale: scale,
+                        v_scale: kv.ckv_scale,
+                        bound: &bound,
+                        scratch,
+                        sink: gpu_kernel::Sink::Output { out, lse },
+                    },
+                );
             }
             #[cfg(feature = "cuda")]
             _ => return Err(self.backend.refuse(OP, exec)),
