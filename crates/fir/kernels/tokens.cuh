@@ -36,7 +36,7 @@ struct Side {
   u32 first;    // units of a token before this side's
   u32 rotated;
   u32 paged;
-  u32 type;     // of `from`, for fp4_rows
+  u32 code;     // type of `from`, for fp4_rows
   float scale;
   float inverse;  // of a scale that is a power of two, whose product is the quotient; else 0
 };
@@ -277,15 +277,15 @@ __global__ void __launch_bounds__(256) fp4_rows(const __grid_constant__ TokensPa
     for (u32 i = 0; i < 16; ++i) {
       const u32 e = at + i;
       if (e >= side.dim) {
-        x[i] = load_as(after, e - side.dim, rest.type);
+        x[i] = load_as(after, e - side.dim, rest.code);
         continue;
       }
-      x[i] = load_as(from, e, side.type);
+      x[i] = load_as(from, e, side.code);
       if (e >= 2 * pairs) continue;
       const u32 pair = p.angles.interleave ? e / 2 : e % pairs;
       const bool second = p.angles.interleave ? e % 2 : e >= pairs;
       const u32 other = p.angles.interleave ? e ^ 1 : (second ? e - pairs : e + pairs);
-      const float y = load_as(from, other, side.type), c = turn[pair], s = turn[pairs + pair];
+      const float y = load_as(from, other, side.code), c = turn[pair], s = turn[pairs + pair];
       x[i] = second ? __fadd_rn(__fmul_rn(x[i], c), __fmul_rn(y, s)) : __fsub_rn(__fmul_rn(x[i], c), __fmul_rn(y, s));
     }
     u32 word[2];

@@ -15,6 +15,7 @@ pub(crate) struct Address(pub(crate) u64);
 pub(crate) enum Kind {
     Address,
     F32,
+    F64,
     U32,
     U64,
 }
@@ -39,7 +40,7 @@ macro_rules! scalars {
         }
     )*};
 }
-scalars! { Address => Address, f32 => F32, u32 => U32, u64 => U64 }
+scalars! { Address => Address, f32 => F32, f64 => F64, u32 => U32, u64 => U64 }
 
 /// A kernel's parameter.
 pub(crate) trait Params: Pod {
@@ -105,6 +106,7 @@ pub(crate) fn show(bytes: &[u8], fields: &[Field], name: impl Fn(u64) -> String)
         let value = match field.kind {
             Kind::Address => name(word(8)),
             Kind::F32 => f32::from_bits(word(4) as u32).to_string(),
+            Kind::F64 => f64::from_bits(word(8)).to_string(),
             Kind::U32 => word(4).to_string(),
             Kind::U64 => word(8).to_string(),
         };

@@ -3,11 +3,17 @@
 /// Files by their path under `kernels/`, which is their name in `#include <fir/…>`.
 pub(crate) const FILES: &[(&str, &str)] = &[
     ("activation.cuh", include_str!("../../kernels/activation.cuh")),
+    ("attention/merge.cuh", include_str!("../../kernels/attention/merge.cuh")),
+    ("base/fp4.cuh", include_str!("../../kernels/base/fp4.cuh")),
     ("base/math.cuh", include_str!("../../kernels/base/math.cuh")),
     ("base/reduce.cuh", include_str!("../../kernels/base/reduce.cuh")),
     ("base/types.cuh", include_str!("../../kernels/base/types.cuh")),
     ("base/vec.cuh", include_str!("../../kernels/base/vec.cuh")),
     ("norm.cuh", include_str!("../../kernels/norm.cuh")),
+    ("page.cuh", include_str!("../../kernels/page.cuh")),
+    ("quantize.cuh", include_str!("../../kernels/quantize.cuh")),
+    ("rope.cuh", include_str!("../../kernels/rope.cuh")),
+    ("tokens.cuh", include_str!("../../kernels/tokens.cuh")),
 ];
 
 /// `file` and all that it includes, each once, in the order of [`FILES`].

@@ -1,0 +1,3 @@
+//! Attention on CUDA.
+
+pub(crate) mod merge;
