@@ -18,8 +18,8 @@ namespace fir {
 struct ActivationParams {
   const void* x;
   void* out;
-  u64 rows;
-  u64 inner;  // rows of the second axis; >= rows when all are evenly apart
+  u32 rows;
+  u32 inner;  // rows of the second axis; >= rows when all are evenly apart
   u64 x_outer, x_stride;
   u64 out_outer, out_stride;
   u32 d;
@@ -45,14 +45,14 @@ template <class T, class Act, int kVecs, bool kVector>
 __global__ void __launch_bounds__(256) act_and_mul(const __grid_constant__ ActivationParams p) {
   constexpr int kL = kLanes<T>;
   const u32 part = blockIdx.x % p.parts, per_block = blockDim.x / p.width;
-  const u32 lane = threadIdx.x % p.width, step = p.width * kL;
+  const u32 lane = threadIdx.x & (p.width - 1), step = p.width * kL;
   wait_for_previous();
   for (u64 first = u64(blockIdx.x / p.parts) * per_block; first < p.rows; first += u64(gridDim.x / p.parts) * per_block) {
     const u64 r = first + threadIdx.x / p.width;
     if (r >= p.rows) break;
-    const T* gate = static_cast<const T*>(p.x) + row_offset(r, p.rows, p.inner, p.x_outer, p.x_stride);
+    const T* gate = static_cast<const T*>(p.x) + row_offset(u32(r), p.rows, p.inner, p.x_outer, p.x_stride);
     const T* up = gate + p.d;
-    T* out = static_cast<T*>(p.out) + row_offset(r, p.rows, p.inner, p.out_outer, p.out_stride);
+    T* out = static_cast<T*>(p.out) + row_offset(u32(r), p.rows, p.inner, p.out_outer, p.out_stride);
     const u32 begin = part * kVecs * step + lane * kL;
     Chunk g[kVecs] = {}, u[kVecs] = {};
 #pragma unroll

@@ -27,8 +27,8 @@ struct NormParams {
   void* out;
   const void* weight;
   const void* bias;
-  u64 rows;
-  u64 inner;  // rows of the second axis; >= rows when all are evenly apart
+  u32 rows;
+  u32 inner;  // rows of the second axis; >= rows when all are evenly apart
   u64 x_outer, x_stride;
   u64 residual_outer, residual_stride;
   u64 out_outer, out_stride;
@@ -40,7 +40,7 @@ struct NormParams {
   float eps;
   float shift;
   float inverse_scale;
-  u32 unused;
+  float inverse_hidden;
 };
 
 enum : u32 { kWeightF32 = 0, kWeightF16 = 1, kWeightBF16 = 2 };
@@ -79,7 +79,7 @@ struct NormRow {
   T* residual;
   O* out;
 
-  __device__ __forceinline__ NormRow(const NormParams& p, u64 r) : p(p) {
+  __device__ __forceinline__ NormRow(const NormParams& p, u32 r) : p(p) {
     x = static_cast<const T*>(p.x) + row_offset(r, p.rows, p.inner, p.x_outer, p.x_stride);
     residual = kAdd ? static_cast<T*>(p.residual) + row_offset(r, p.rows, p.inner, p.residual_outer, p.residual_stride) : nullptr;
     out = static_cast<O*>(p.out) + row_offset(r, p.rows, p.inner, p.out_outer, p.out_stride);
@@ -115,12 +115,12 @@ struct NormRow {
     return sum;
   }
 
-  // `weight`: the columns' factors when they are of type T, loaded already.
-  __device__ __forceinline__ void write(const Chunk& cx, const Chunk& cr, const Chunk* weight, u32 at, float mean, float scale) const {
+  // `weight`: the columns' factors, if they were `loaded` already.
+  __device__ __forceinline__ void write(const Chunk& cx, const Chunk& cr, bool loaded, const Chunk& weight, u32 at, float mean, float scale) const {
     float s[kL], w[kL];
     widen_sum(cx, cr, s);
     if constexpr (kAdd) store_elements<kVector>(residual, at, p.hidden, s);
-    if (weight) widen<T>(*weight, w);
+    if (loaded) widen<T>(weight, w);
     else load_columns<T, kVector>(p.weight, p.weight_type, p.weight_stride, at, p.hidden, w);
     if constexpr (kCenter) {
       float b[kL];
@@ -144,23 +144,37 @@ struct NormRow {
   }
 };
 
+template <int kCount>
+__device__ __forceinline__ void repack_all(Chunk (&x)[kCount], Chunk (&residual)[kCount]) {
+#pragma unroll
+  for (int v = 0; v < kCount; ++v) {
+    repack(x[v]);
+    repack(residual[v]);
+  }
+}
+
+// Blocks that a multiprocessor shall hold: 48 KiB and more of rows on their way, as far as registers go without spilling.
+template <int kVecs, bool kCenter, bool kAdd>
+constexpr int kMinBlocks = kVecs == 0 || kVecs == 4 ? 2 : (kCenter || kAdd ? 4 : 6);
+
 // kVecs: chunks of a row that a thread keeps; with 4, rows may be longer. 0: no tensor need be aligned, and nothing is kept;
 // the same threads add the same numbers in the same order.
 template <class T, class O, bool kCenter, bool kAdd, int kVecs>
-__global__ void __launch_bounds__(kVecs == 0 || kVecs == 4 ? 512 : 256) norm(const __grid_constant__ NormParams p) {
+__global__ void __launch_bounds__(kVecs == 0 || kVecs == 4 ? 512 : 256, kMinBlocks<kVecs, kCenter, kAdd>) norm(const __grid_constant__ NormParams p) {
   __shared__ float scratch[32];
   constexpr int kL = kLanes<T>, kKept = kVecs > 0 ? kVecs : 1;
   constexpr bool kLong = kVecs == 0 || kVecs == 4;
   using Row = NormRow<T, O, kCenter, kAdd, (kVecs > 0)>;
-  const u32 lane = threadIdx.x % p.width, step = p.width * kL, per_block = blockDim.x / p.width;
+  const u32 lane = threadIdx.x & (p.width - 1), step = p.width * kL, per_block = blockDim.x / p.width;
   const u32 begin = lane * kL, rest = begin + kVecs * step;
-  const bool same_weight = p.weight_type == kWeightType<T>;
+  // Weights are on their way while the sum is taken, where there are registers for it.
+  const bool early_weight = (kVecs == 1 || kVecs == 2) && p.weight_type == kWeightType<T>;
   wait_for_previous();
   for (u64 first = u64(blockIdx.x) * per_block; first < p.rows; first += u64(gridDim.x) * per_block) {
     // Threads past the last row go along with it, for the sums over warps, and write nothing.
-    u64 r = first + threadIdx.x / p.width;
+    const u64 r = first + threadIdx.x / p.width;
     const bool active = r < p.rows;
-    const Row row(p, active ? r : p.rows - 1);
+    const Row row(p, active ? u32(r) : p.rows - 1);
     Chunk cx[kKept] = {}, cr[kKept] = {}, cw[kKept] = {};
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
@@ -170,11 +184,10 @@ __global__ void __launch_bounds__(kVecs == 0 || kVecs == 4 ? 512 : 256) norm(con
         cr[v] = row.load_residual(at);
       }
     }
-    // On their way while the sum is taken.
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
       u32 at = begin + v * step;
-      if (same_weight && at < p.hidden) cw[v] = load_shared(static_cast<const T*>(p.weight) + at);
+      if (early_weight && at < p.hidden) cw[v] = load_shared(static_cast<const T*>(p.weight) + at);
     }
     start_next();
     float mean = 0.f, sum = 0.f;
@@ -184,23 +197,25 @@ __global__ void __launch_bounds__(kVecs == 0 || kVecs == 4 ? 512 : 256) norm(con
       if constexpr (kLong) {
         for (u32 at = rest; at < p.hidden; at += step) sum += row.template moment<false>(row.load_x(at), row.load_residual(at), at, 0.f);
       }
-      mean = row_sum(sum, p.width, scratch) / p.hidden;
+      mean = row_sum(sum, p.width, scratch) * p.inverse_hidden;
       sum = 0.f;
+      repack_all(cx, cr);
     }
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) sum += row.template moment<true>(cx[v], cr[v], begin + v * step, mean);
     if constexpr (kLong) {
       for (u32 at = rest; at < p.hidden; at += step) sum += row.template moment<true>(row.load_x(at), row.load_residual(at), at, mean);
     }
-    const float scale = __frsqrt_rn(row_sum(sum, p.width, scratch) / p.hidden + p.eps);
+    repack_all(cx, cr);
+    const float scale = rsqrt(fmaf(row_sum(sum, p.width, scratch), p.inverse_hidden, p.eps));
     if (!active) continue;
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
       u32 at = begin + v * step;
-      if (at < p.hidden) row.write(cx[v], cr[v], same_weight ? &cw[v] : nullptr, at, mean, scale);
+      if (at < p.hidden) row.write(cx[v], cr[v], early_weight, cw[v], at, mean, scale);
     }
     if constexpr (kLong) {
-      for (u32 at = rest; at < p.hidden; at += step) row.write(row.load_x(at), row.load_residual(at), nullptr, at, mean, scale);
+      for (u32 at = rest; at < p.hidden; at += step) row.write(row.load_x(at), row.load_residual(at), false, Chunk{}, at, mean, scale);
     }
   }
 }

@@ -35,6 +35,11 @@ __device__ __forceinline__ void store(void* p, Chunk c) {
                :: "l"(p), "r"(c.word[0]), "r"(c.word[1]), "r"(c.word[2]), "r"(c.word[3]) : "memory");
 }
 
+// Makes the compiler take the chunk apart again at its next use, where it would rather hold all the floats in registers.
+__device__ __forceinline__ void repack(Chunk& c) {
+  asm volatile("" : "+r"(c.word[0]), "+r"(c.word[1]), "+r"(c.word[2]), "+r"(c.word[3]));
+}
+
 __device__ __forceinline__ u16 raw(f16 x) { return x.bits; }
 __device__ __forceinline__ u16 raw(bf16 x) { return x.bits; }
 __device__ __forceinline__ u8 raw(e4m3 x) { return x.bits; }
@@ -101,7 +106,7 @@ __device__ __forceinline__ void store_elements(O* row, u32 at, u32 len, const fl
 
 // Rows of a tensor [a, b, row]: row r starts at (r / inner) * outer_stride + (r % inner) * stride, in elements. A tensor
 // whose rows are evenly apart has inner = rows, and no division is made.
-__device__ __forceinline__ u64 row_offset(u64 r, u64 rows, u64 inner, u64 outer_stride, u64 stride) {
+__device__ __forceinline__ u64 row_offset(u32 r, u32 rows, u32 inner, u64 outer_stride, u64 stride) {
   if (inner >= rows) return r * stride;
   return r / inner * outer_stride + r % inner * stride;
 }

@@ -4,7 +4,7 @@ use super::call::Call;
 use super::driver::Grid;
 use super::exec::Gpu;
 use super::jit::Source;
-use super::params::{Address, Twin, params};
+use super::params::{Address, params};
 use super::rows::{Rows, common_inner};
 use crate::error::{Error, Result};
 use crate::tensor::{DType, TensorMut, TensorRef};
@@ -31,8 +31,8 @@ params! {
         out: Address,
         weight: Address,
         bias: Address,
-        rows: u64,
-        inner: u64,
+        rows: u32,
+        inner: u32,
         x_outer: u64,
         x_stride: u64,
         residual_outer: u64,
@@ -48,7 +48,7 @@ params! {
         eps: f32,
         shift: f32,
         inverse_scale: f32,
-        unused: u32,
+        inverse_hidden: f32,
     }
 }
 
@@ -67,7 +67,7 @@ impl Instance {
     fn source(self) -> Source {
         let Self { x, out, center, add, chunks } = self;
         let name = format!("fir::norm<{}, {}, {center}, {add}, {chunks}>", cpp(x), cpp(out));
-        Source { file: "norm.cuh", name, params: Twin::of::<NormParams>() }
+        Source::new::<NormParams>("norm.cuh", name)
     }
 }
 
@@ -119,7 +119,7 @@ fn threads(chunks: usize) -> (u32, u32) {
     }
 }
 
-/// Threads of a block, where a row needs fewer.
+/// Threads of a block of several rows.
 const BLOCK: u32 = 256;
 
 /// `out = norm(x)`, or `residual += x; out = norm(residual)` without rounding in between.
@@ -248,7 +248,7 @@ fn launch<'a>(
         out: out.address,
         weight: weight.address,
         bias: bias.address,
-        rows: rows as u64,
+        rows: rows as u32,
         inner,
         x_outer,
         x_stride,
@@ -265,9 +265,10 @@ fn launch<'a>(
         eps: n.eps,
         shift: n.shift,
         inverse_scale: 1.0 / n.scale,
-        unused: 0,
+        inverse_hidden: 1.0 / hidden as f32,
     };
-    let block = width.max(BLOCK);
+    // Rows of one warp and less share a block; sums over more go through its shared memory, which is one row's.
+    let block = if width > 32 { width } else { BLOCK };
     let blocks = rows.div_ceil((block / width) as usize).min(i32::MAX as usize) as u32;
     call.launch(&kernel, Grid { early: true, ..Grid::new(blocks, block) }, &params)
 }

@@ -16,7 +16,8 @@ pub(super) struct Rows {
 }
 
 impl Rows {
-    /// Refuses rows that are not contiguous, and rows of more than 2^31 elements.
+    /// Refuses rows that are not contiguous, rows of more than 2^31 elements, and more than 2^32 - 1 of them: kernels count
+    /// both in 32 bits.
     pub(super) fn new(op: &'static str, arg: &'static str, layout: &Layout, dtype: DType) -> Result<Self> {
         let (shape, strides) = (layout.shape(), layout.strides());
         let ([a, inner, row], [outer, stride, step]) = match (shape, strides) {
@@ -31,7 +32,11 @@ impl Rows {
         if row > 1 << 31 {
             return Err(Error::value(op, arg, format!("{row} elements in a row"), "at most 2^31 on CUDA"));
         }
-        Ok(Self { rows: a * inner, row, inner, outer, stride, size: dtype.size() })
+        let rows = a * inner;
+        if row > 0 && rows > u32::MAX as usize {
+            return Err(Error::value(op, arg, format!("{rows} rows"), "at most 2^32 - 1 on CUDA"));
+        }
+        Ok(Self { rows, row, inner, outer, stride, size: dtype.size() })
     }
 
     /// Whether there is nothing to do.
@@ -64,7 +69,7 @@ impl Rows {
 
 /// The size of the second axis for a kernel's parameters: none when every tensor's rows are evenly apart, so that no
 /// division is made.
-pub(super) fn common_inner(all: &[&Rows]) -> (bool, u64) {
+pub(super) fn common_inner(all: &[&Rows]) -> (bool, u32) {
     let even = all.iter().all(|r| r.is_even());
-    (even, if even { u64::MAX } else { all[0].inner as u64 })
+    (even, if even { u32::MAX } else { all[0].inner as u32 })
 }

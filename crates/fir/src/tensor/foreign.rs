@@ -211,7 +211,8 @@ impl Foreign {
     /// `strides` of `ndim` entries, and the caller gives it away: nobody else calls its deleter. Until the deleter
     /// is called, every element its shape and strides reach from `data + byte_offset` is initialised and readable
     /// (writable too, unless flagged read-only); nobody writes it while a view of the value is in use, nor reads it
-    /// while a mutable view is. The deleter may be called from any thread.
+    /// while a mutable view is. The deleter may be called from any thread. Memory of a device counts as touched until the
+    /// stream that touches it was waited for, by the host or by the stream of the executor that takes it next.
     pub unsafe fn from_dlpack(managed: *mut DlManagedTensorVersioned) -> Result<Self> {
         let p = NonNull::new(managed)
             .ok_or_else(|| Error::value(OP, "managed", "null", "a pointer to a managed tensor"))?;

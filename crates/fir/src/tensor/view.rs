@@ -205,7 +205,7 @@ impl Tensor {
     }
 
     /// Takes over memory of a device, which holds as many bytes as the shape needs.
-    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "a device makes these"))]
+    #[cfg_attr(not(any(test, feature = "cuda")), expect(dead_code, reason = "a device makes these"))]
     pub(crate) fn on_device(memory: Box<dyn DeviceMemory>, dtype: DType, layout: Layout) -> Result<Self> {
         check_extent("Tensor::on_device", &layout, dtype, memory.span().len)?;
         Ok(Self { owned: Owned::Device(memory), dtype, layout })
@@ -468,7 +468,6 @@ impl<'a> TensorMut<'a> {
     }
 
     /// The memory from the first element on, if it is this process's; `op` and `arg` are for the message.
-    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "kernels of the CPU write typed views"))]
     pub(crate) fn into_host_bytes(self, op: &'static str, arg: &'static str) -> Result<&'a mut [u8]> {
         self.memory.host(op, arg)
     }

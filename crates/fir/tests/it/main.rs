@@ -2,6 +2,8 @@
 
 mod activation;
 mod attention;
+#[cfg(feature = "cuda")]
+mod dry;
 mod gemm;
 mod hostile;
 #[cfg(feature = "cuda")]
