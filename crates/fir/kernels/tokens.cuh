@@ -49,8 +49,15 @@ struct TokensParams {
 };
 
 // Divides as the CPU does.
-__device__ __forceinline__ float divide(float x, const Side& side) {
-  return side.inverse != 0.f ? __fmul_rn(x, side.inverse) : __fdiv_rn(x, side.scale);
+template <int kCount>
+__device__ __forceinline__ void divide(float (&x)[kCount], const Side& side) {
+  if (side.inverse != 0.f) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) x[i] = __fmul_rn(x[i], side.inverse);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) x[i] = __fdiv_rn(x[i], side.scale);
+  }
 }
 
 // Sixteen numbers as a block of NVFP4: eight bytes of codes, in two words, and the block's scale.
@@ -236,10 +243,7 @@ __global__ void __launch_bounds__(256) tokens(const __grid_constant__ TokensPara
           asm volatile("st.global.v2.u32 [%0], {%1, %2};" :: "l"(to + b / 2), "r"(word[0]), "r"(word[1]) : "memory");
         }
       } else {
-        if (side.scale != 1.f) {
-#pragma unroll
-          for (int i = 0; i < 2 * kEach; ++i) x[i] = divide(x[i], side);
-        }
+        if (side.scale != 1.f) divide(x, side);
         put<O, kEach>(to, a, x);
         if (both) put<O, kEach>(to, b, x + kEach);
       }

@@ -4,7 +4,7 @@ use super::call::Call;
 use super::driver::Grid;
 use super::exec::Gpu;
 use super::jit::Source;
-use super::params::{Address, Twin, params};
+use super::params::{Address, params};
 use super::tokens::integers;
 use crate::error::{Error, Result};
 use crate::kv::Ragged;
@@ -27,7 +27,7 @@ params! {
 }
 
 fn source(name: &str) -> Source {
-    Source { file: "page.cuh", name: format!("fir::{name}<>"), params: Twin::of::<PageParams>() }
+    Source::new::<PageParams>("page.cuh", format!("fir::{name}<>"))
 }
 
 /// Every instantiation.
@@ -70,8 +70,8 @@ pub(crate) fn seq_lens<'a>(
     page_size: usize,
     out: TensorMut<'a>,
 ) -> Result<()> {
-    let page_size = u32::try_from(page_size)
-        .map_err(|_| Error::value(op, "page_size", page_size, "at most 2^32 - 1 on CUDA"))?;
+    let page_size =
+        u32::try_from(page_size).map_err(|_| Error::value(op, "page_size", page_size, "at most 2^32 - 1 on CUDA"))?;
     let mut call = Call::new(gpu, op);
     let (lens, lens_stride, wide) = integers(&mut call, "last_page_len", last_page_len)?;
     let first_stride = out.strides()[0] as u64;

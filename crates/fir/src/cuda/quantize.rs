@@ -5,7 +5,7 @@ use super::driver::Grid;
 use super::exec::Gpu;
 use super::jit::Source;
 use super::norm::cpp;
-use super::params::{Address, Twin, params};
+use super::params::{Address, params};
 use super::tokens::check_last_axis;
 use crate::error::{Error, Result};
 use crate::tensor::{Block, DType, Layout, TensorMut, TensorRef};
@@ -85,11 +85,11 @@ const LEAST: f32 = f32::MIN_POSITIVE;
 const OWN: usize = 1 << 15;
 
 fn source(name: String) -> Source {
-    Source { file: "quantize.cuh", name, params: Twin::of::<QuantizeParams>() }
+    Source::new::<QuantizeParams>("quantize.cuh", name)
 }
 
 fn packbits_source() -> Source {
-    Source { file: "quantize.cuh", name: "fir::packbits<>".into(), params: Twin::of::<PackParams>() }
+    Source::new::<PackParams>("quantize.cuh", "fir::packbits<>".into())
 }
 
 fn quantize_source(x: DType, out: DType, vector: bool) -> Source {
@@ -123,9 +123,7 @@ pub(super) fn kernels() -> Vec<Source> {
                 all.push(scale_source(wide, fp8, true, vector));
                 all.push(scale_source(fp8, wide, false, vector));
             }
-            for format in
-                [Format::Mxfp8(DType::E4M3), Format::Mxfp8(DType::E5M2), Format::Mxfp4, Format::Nvfp4(1.0)]
-            {
+            for format in [Format::Mxfp8(DType::E4M3), Format::Mxfp8(DType::E5M2), Format::Mxfp4, Format::Nvfp4(1.0)] {
                 all.push(blocks_source(wide, format, vector));
                 all.push(expand_source(format, wide, vector));
             }
@@ -169,7 +167,7 @@ impl Matrices {
 
     /// Whether items of a row, beginning at any sixteenth element, lie on `bytes`.
     fn is_vector(&self, start: Address, bytes: u64) -> bool {
-        let fits = |n: u64| (n * self.size as u64).is_multiple_of(bytes);
+        let fits = |n: u64| n.wrapping_mul(self.size as u64).is_multiple_of(bytes);
         start.0.is_multiple_of(bytes) && (self.rows <= 1 || fits(self.stride)) && (self.batch <= 1 || fits(self.outer))
     }
 }
@@ -226,7 +224,7 @@ impl Fp8 {
             out_stride: to.stride,
             scales_outer: scale.outer,
             scales_stride: scale.stride,
-            rows: (from.batch * from.rows) as u32,
+            rows: from.batch.saturating_mul(from.rows) as u32,
             inner: from.rows as u32,
             k: from.columns as u32,
             columns: columns as u32,

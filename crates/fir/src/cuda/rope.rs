@@ -6,7 +6,7 @@ use super::call::Call;
 use super::driver::Grid;
 use super::exec::Gpu;
 use super::jit::Source;
-use super::params::{Address, Field, Kind, Params, Twin};
+use super::params::{Address, Field, Kind, Params};
 use super::tokens::{Frequencies, check_last_axis};
 use crate::error::{Error, Result};
 use crate::tensor::{DType, TensorMut};
@@ -34,7 +34,7 @@ impl Params for CosSinParams {
 }
 
 fn source() -> Source {
-    Source { file: "rope.cuh", name: "fir::cos_sin_cache<>".into(), params: Twin::of::<CosSinParams>() }
+    Source::new::<CosSinParams>("rope.cuh", "fir::cos_sin_cache<>".into())
 }
 
 /// The one instantiation.

@@ -7,7 +7,7 @@ use super::driver::Grid;
 use super::exec::Gpu;
 use super::jit::Source;
 use super::norm::{check_float, cpp};
-use super::params::{Address, Field, Kind, Params, Twin};
+use super::params::{Address, Field, Kind, Params};
 use crate::error::{Error, Result};
 use crate::kv::{NVFP4_BLOCK, PageTable, Ragged};
 use crate::tensor::{DType, TensorMut, TensorRef};
@@ -232,11 +232,11 @@ impl Params for TokensParams {
 fn source(from: DType, to: DType, each: usize, tokens: usize) -> Source {
     let to = if to == DType::E2M1x2 { "fir::e2m1x2" } else { cpp(to) };
     let name = format!("fir::tokens<{}, {to}, {each}, {tokens}>", cpp(from));
-    Source { file: "tokens.cuh", name, params: Twin::of::<TokensParams>() }
+    Source::new::<TokensParams>("tokens.cuh", name)
 }
 
 fn fp4_rows() -> Source {
-    Source { file: "tokens.cuh", name: "fir::fp4_rows<>".into(), params: Twin::of::<TokensParams>() }
+    Source::new::<TokensParams>("tokens.cuh", "fir::fp4_rows<>".into())
 }
 
 /// Every instantiation that [`run`] may choose.
@@ -306,8 +306,7 @@ pub(crate) fn run<'a>(
     vectors.retain(|s| s.heads > 0 && s.side.dim > 0);
     while let Some(first) = vectors.first() {
         let (from, to, vector) = (first.from, first.to, first.vector);
-        let same: Vec<&Lowered> =
-            vectors.iter().filter(|s| (s.from, s.to, s.vector) == (from, to, vector)).take(SIDES).collect();
+        let same: Vec<&Lowered> = vectors.iter().filter(|s| (s.from, s.to, s.vector) == (from, to, vector)).collect();
         let mut params = params(&same);
         let each = match to {
             _ if !vector => 1,
@@ -466,7 +465,8 @@ impl<'a> Stream<'a> {
             return Err(Error::value(op, from_arg, format!("{dim} elements in a row"), "at most 2^31 - 1 on CUDA"));
         }
         let head_stride = |strides: &[usize], axis: usize, rank: usize| if rank > axis + 1 { strides[axis] } else { 0 };
-        let bytes = |elements: usize, dtype: DType| (elements * dtype.size()) as u64;
+        // Strides of axes of one entry may be anything.
+        let bytes = |elements: usize, dtype: DType| elements.wrapping_mul(dtype.size()) as u64;
         let [to_outer, to_row, to_head] = places(&to_strides, self.paged);
         let mut side: Side = bytemuck::Zeroable::zeroed();
         side.from_token = bytes(strides[0], dtype);

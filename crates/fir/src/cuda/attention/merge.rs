@@ -5,7 +5,7 @@ use super::super::driver::Grid;
 use super::super::exec::Gpu;
 use super::super::jit::Source;
 use super::super::norm::{check_float, cpp};
-use super::super::params::{Address, Twin, params};
+use super::super::params::{Address, params};
 use super::super::tokens::check_last_axis;
 use crate::error::{Error, Result};
 use crate::tensor::{DType, Layout, TensorMut, TensorRef};
@@ -48,7 +48,7 @@ const BLOCK: u32 = 256;
 
 fn source(dtype: DType, two: bool, vector: bool) -> Source {
     let name = format!("fir::merge_states<{}, {two}, {vector}>", cpp(dtype));
-    Source { file: "attention/merge.cuh", name, params: Twin::of::<MergeParams>() }
+    Source::new::<MergeParams>("attention/merge.cuh", name)
 }
 
 /// Every instantiation that the operators may choose.
@@ -89,8 +89,9 @@ impl Operand {
             &[token, head] => [token, 0, head],
             _ => return Err(Error::Rank { op, arg, got: shape.len(), want: 3, axes: "tokens and heads".into() }),
         };
-        let fits = |axis: usize| shape[axis] <= 1 || (strides[axis] * dtype.size()).is_multiple_of(16);
-        let vector = !lse && (0..axes.len()).all(fits) && (shape[shape.len() - 1] * dtype.size()).is_multiple_of(16);
+        let fits = |axis: usize| shape[axis] <= 1 || strides[axis].wrapping_mul(dtype.size()).is_multiple_of(16);
+        let vector =
+            !lse && (0..axes.len()).all(fits) && shape[shape.len() - 1].wrapping_mul(dtype.size()).is_multiple_of(16);
         let [token, state, head] = [token, state, head].map(|n| n as u64);
         Ok(Self { address: Address::default(), token, state, head, vector })
     }
