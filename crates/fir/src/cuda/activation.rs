@@ -5,7 +5,7 @@ use super::driver::Grid;
 use super::exec::Gpu;
 use super::jit::Source;
 use super::norm::{check_float, cpp};
-use super::params::{Address, Twin, params};
+use super::params::{Address, params};
 use super::rows::{Rows, common_inner};
 use crate::error::Result;
 use crate::tensor::{DType, TensorMut, TensorRef};
@@ -42,7 +42,7 @@ const CHUNKS: u32 = 2;
 
 fn source(x: DType, act: Activation, chunks: u32, vector: bool) -> Source {
     let name = format!("fir::act_and_mul<{}, fir::{act:?}, {chunks}, {vector}>", cpp(x));
-    Source::new("activation.cuh", name, Twin::of::<ActivationParams>())
+    Source::new::<ActivationParams>("activation.cuh", name)
 }
 
 /// Every instantiation that [`act_and_mul`] may choose.

@@ -69,6 +69,11 @@ impl<'a> Call<'a> {
         }
     }
 
+    /// Address of a copy of `bytes` from the host, which the call keeps; waits for the stream.
+    pub(crate) fn upload(&mut self, arg: &'static str, bytes: &[u8]) -> Result<Address> {
+        self.stage(arg, bytes).map(|(address, _)| address)
+    }
+
     fn on_device(&self, arg: &'static str, ordinal: u32, address: u64) -> Result<Address> {
         match self.gpu.lane() {
             Lane::Live(stream) if stream.context().ordinal() != ordinal => {

@@ -130,7 +130,8 @@ impl Gpu {
         self.stream().map_or(Ok(()), Stream::synchronize)
     }
 
-    /// Zeros on the device.
+    /// Zeros on the device. Dropped, they are freed in the order of this stream: whoever used them on another one waits for
+    /// that first.
     pub fn zeros(&self, dtype: DType, shape: &[usize]) -> Result<Tensor> {
         let layout = Layout::contiguous("Gpu::zeros", "shape", shape)?;
         let buffer = Buffer::new(self.live("Gpu::zeros")?, layout.len() * dtype.size())?;

@@ -9,9 +9,9 @@ use std::sync::{Arc, Mutex, OnceLock};
 
 pub use super::arch::Arch;
 use super::nvrtc::{Job, Nvrtc};
-use super::params::Twin;
+use super::params::{Params, Twin};
 use super::source::{self, Hash};
-use super::{activation, attention, norm};
+use super::{activation, attention, norm, page, quantize, rope, tokens};
 use crate::env;
 use crate::error::{Error, Result};
 
@@ -22,14 +22,14 @@ pub struct Source {
     pub(crate) file: &'static str,
     /// C++ name with the template's arguments.
     pub(crate) name: String,
-    /// C++ text after that file: a variant's hooks.
-    pub(crate) text: String,
+    /// Text before the file's: what the arguments name that no file has, such as a variant.
+    pub(crate) prelude: String,
     pub(crate) params: Twin,
 }
 
 impl PartialEq for Source {
     fn eq(&self, other: &Self) -> bool {
-        (self.file, &self.name, &self.text) == (other.file, &other.name, &other.text)
+        (self.file, &self.name, &self.prelude) == (other.file, &other.name, &other.prelude)
     }
 }
 
@@ -97,13 +97,22 @@ pub fn on_compile(hook: impl Fn(&str, Arch) + Send + Sync + 'static) -> bool {
 
 /// Every instantiation that an operator may choose: what `fir jit build` compiles.
 pub fn kernels() -> Vec<Source> {
-    [activation::kernels(), attention::kernels(), norm::kernels()].concat()
+    [
+        activation::kernels(),
+        attention::kernels(),
+        norm::kernels(),
+        page::kernels(),
+        quantize::kernels(),
+        rope::kernels(),
+        tokens::kernels(),
+    ]
+    .concat()
 }
 
 impl Source {
-    /// Of a file alone.
-    pub(crate) fn new(file: &'static str, name: String, params: Twin) -> Self {
-        Self { file, name, text: String::new(), params }
+    /// The kernel `name` of `file`, which takes a `P`.
+    pub(crate) fn new<P: Params>(file: &'static str, name: String) -> Self {
+        Self { file, name, prelude: String::new(), params: Twin::of::<P>() }
     }
 
     /// Its name: the C++ template with its arguments.
@@ -118,7 +127,7 @@ impl Source {
 
     /// The text that is compiled.
     fn text(&self) -> String {
-        format!("#include <fir/{}>\n{}{}", self.file, self.text, self.params.assertions())
+        format!("{}#include <fir/{}>\n{}", self.prelude, self.file, self.params.assertions())
     }
 
     fn options(arch: Arch) -> Vec<String> {

@@ -14,12 +14,17 @@ pub(crate) const FILES: &[(&str, &str)] = &[
     ("attention/state.cuh", include_str!("../../kernels/attention/state.cuh")),
     ("attention/variant.cuh", include_str!("../../kernels/attention/variant.cuh")),
     ("base/cp_async.cuh", include_str!("../../kernels/base/cp_async.cuh")),
+    ("base/fp4.cuh", include_str!("../../kernels/base/fp4.cuh")),
     ("base/math.cuh", include_str!("../../kernels/base/math.cuh")),
     ("base/mma.cuh", include_str!("../../kernels/base/mma.cuh")),
     ("base/reduce.cuh", include_str!("../../kernels/base/reduce.cuh")),
     ("base/types.cuh", include_str!("../../kernels/base/types.cuh")),
     ("base/vec.cuh", include_str!("../../kernels/base/vec.cuh")),
     ("norm.cuh", include_str!("../../kernels/norm.cuh")),
+    ("page.cuh", include_str!("../../kernels/page.cuh")),
+    ("quantize.cuh", include_str!("../../kernels/quantize.cuh")),
+    ("rope.cuh", include_str!("../../kernels/rope.cuh")),
+    ("tokens.cuh", include_str!("../../kernels/tokens.cuh")),
 ];
 
 /// `file` and all that it includes, each once, in the order of [`FILES`].

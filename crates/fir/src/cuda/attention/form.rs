@@ -182,7 +182,7 @@ impl Form {
                     hooks.name
                 );
                 let params = hooks.twin(&decode.cpp, &[("", &decode)]);
-                let source = Source { file: "attention/decode.cuh", name, text: hooks.text.clone(), params };
+                let source = Source { file: "attention/decode.cuh", name, prelude: hooks.text.clone(), params };
                 Instance { form: self, source, threads: 32 * warps as u32, smem, blocks }
             }
             Self::Plain => {
@@ -191,7 +191,7 @@ impl Form {
                 let name = format!("fir::plain<{out}, {most}, {}>", hooks.name);
                 let plain = Twin::of::<PlainParams>();
                 let params = hooks.twin(&plain.cpp, &[("", &plain), ("decode.", &decode)]);
-                let source = Source { file: "attention/plain.cuh", name, text: hooks.text.clone(), params };
+                let source = Source { file: "attention/plain.cuh", name, prelude: hooks.text.clone(), params };
                 let smem = (ROWS * most * 4) as u32;
                 Instance { form: self, source, threads: 128, smem, blocks: if most > 128 { 2 } else { 4 } }
             }

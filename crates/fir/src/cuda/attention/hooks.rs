@@ -1,9 +1,7 @@
 //! [`Hooks`]: a variant as the kernels take it: the text of its hooks, and its parameters at the end of theirs.
 
-use std::borrow::Cow;
-
 use super::super::call::Call;
-use super::super::params::{Address, Field, Kind, Twin};
+use super::super::params::{Address, Kind, Twin};
 use crate::error::Result;
 use crate::tensor::TensorRef;
 use crate::variant::{Bound, ParamType, Value, Variant, cuda_source};
@@ -13,7 +11,8 @@ use crate::variant::{Bound, ParamType, Value, Variant, cuda_source};
 pub(super) struct Hooks {
     pub(super) name: String,
     pub(super) text: String,
-    fields: Vec<Field>,
+    /// Name, offset and kind.
+    fields: Vec<(String, usize, Kind)>,
     size: usize,
 }
 
@@ -34,7 +33,7 @@ impl Hooks {
             for &(part, kind) in parts {
                 let bytes = if kind == Kind::Address { 8 } else { 4 };
                 let offset = size.next_multiple_of(bytes);
-                fields.push(Field { name: format!("{name}{part}").into(), offset, kind });
+                fields.push((format!("{name}{part}"), offset, kind));
                 size = offset + bytes;
             }
             // A struct with a pointer in it ends on a multiple of 8.
@@ -48,15 +47,14 @@ impl Hooks {
 
     /// The C++ type `cpp`: structs one after the other, each reached by a path, the variant's parameters behind the last.
     pub(super) fn twin(&self, cpp: &str, parts: &[(&str, &Twin)]) -> Twin {
-        let (mut fields, mut size) = (Vec::new(), 0);
-        for (path, part) in parts {
-            fields.extend(part.fields.iter().map(|f| at(path, f, size)));
-            size += part.size;
+        let (mut named, mut size, mut path) = (Vec::new(), 0, "");
+        for (part_path, part) in parts {
+            named.extend(part.all().map(|(name, at, kind)| (format!("{part_path}{name}"), size + at, kind)));
+            (size, path) = (size + part.size, part_path);
         }
-        let path = format!("{}variant.", parts.last().map_or("", |p| p.0));
-        fields.extend(self.fields.iter().map(|f| at(&path, f, size)));
+        named.extend(self.fields.iter().map(|(name, at, kind)| (format!("{path}variant.{name}"), size + at, *kind)));
         let size = (size + self.size).next_multiple_of(8);
-        Twin { cpp: format!("{cpp}<{}>", self.name).into(), size, fields: Cow::Owned(fields) }
+        Twin { cpp: format!("{cpp}<{}>", self.name).into(), size, fields: &[], named }
     }
 
     /// Adds the values of the parameters to `bytes`, which end where they begin.
@@ -66,7 +64,7 @@ impl Hooks {
         let mut fields = self.fields.iter();
         let mut put = |word: &[u8]| {
             if let Some(field) = fields.next() {
-                bytes.resize(begin + field.offset, 0);
+                bytes.resize(begin + field.1, 0);
                 bytes.extend_from_slice(word);
             }
         };
@@ -103,8 +101,4 @@ impl Hooks {
         bytes.resize((begin + self.size).next_multiple_of(8), 0);
         Ok(())
     }
-}
-
-fn at(path: &str, field: &Field, start: usize) -> Field {
-    Field { name: format!("{path}{}", field.name).into(), offset: start + field.offset, kind: field.kind }
 }

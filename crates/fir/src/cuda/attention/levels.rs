@@ -42,7 +42,7 @@ pub(super) fn source(out: DType, hooks: &Hooks) -> Source {
     let params = Twin::of::<LevelsParams>();
     let name = format!("fir::merge_levels<{}, {}>", cpp(out), hooks.name);
     let params = hooks.twin(&params.cpp, &[("", &params)]);
-    Source { file: "attention/levels.cuh", name, text: hooks.text.clone(), params }
+    Source { file: "attention/levels.cuh", name, prelude: hooks.text.clone(), params }
 }
 
 /// Instantiations with hooks of every kind.

@@ -57,7 +57,7 @@ const ROWS: usize = 16;
 /// goes before them all.
 const CANDIDATES: &[(Form, fn(&Spec) -> Option<String>)] = &[
     (Form::Decode, |s| {
-        let multiply = form::multiplied(s.kv)?;
+        let Some(multiply) = form::multiplied(s.kv) else { return Some(format!("{} keys and values", s.kv)) };
         let bits = form::bits(s.kv);
         let why = match s {
             _ if s.dim_pe.is_some() => "latent attention".into(),
@@ -85,12 +85,7 @@ const CANDIDATES: &[(Form, fn(&Spec) -> Option<String>)] = &[
 fn choose(spec: &Spec) -> Result<Form> {
     let mut why = Vec::new();
     for (form, refuses) in CANDIDATES {
-        // f32 has no tensor-core product at all, so there is nothing to ask.
-        match if *form == Form::Decode && form::multiplied(spec.kv).is_none() {
-            Some("f32".into())
-        } else {
-            refuses(spec)
-        } {
+        match refuses(spec) {
             None => return Ok(*form),
             Some(reason) => why.push(format!("{form:?}: {reason}")),
         }
