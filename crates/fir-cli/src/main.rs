@@ -1,4 +1,5 @@
-//! The command line of fir: `fir demo` shows the library at work in a terminal, `fir tune` fits it to a machine.
+//! The command line of fir: `fir demo` shows the library at work in a terminal, `fir tune` fits it to a machine, `fir jit`
+//! compiles kernels ahead of their first use.
 #![forbid(unsafe_code)]
 
 mod cmd;
@@ -22,13 +23,21 @@ struct Cli {
 enum Command {
     /// Plans, runs, checks and times a batch of requests that share a system prompt
     Demo(cmd::demo::Options),
+    /// Compiles, lists and removes the kernels of CUDA devices
+    Jit(cmd::jit::Options),
     /// Measures the kernels' block sizes on this machine and saves them
     Tune(cmd::tune::Options),
 }
 
 fn main() -> anyhow::Result<ExitCode> {
-    let done = match Cli::parse().command {
+    let command = Cli::parse().command;
+    // A first use of a GPU is not silent; `fir jit` reports on its own.
+    if !matches!(command, Command::Jit(_)) {
+        fir::jit::on_compile(|kernel, arch| eprintln!("compiling {kernel} for {arch}, once"));
+    }
+    let done = match command {
         Command::Demo(options) => cmd::demo::run(&options, style(), &mut stdout().lock()),
+        Command::Jit(options) => cmd::jit::run(&options, &mut stdout()),
         Command::Tune(options) => cmd::tune::run(&options, &mut stdout().lock()),
     };
     match done {
