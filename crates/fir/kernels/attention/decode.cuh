@@ -268,7 +268,9 @@ struct DecodeLoader {
   /// Issues the copies of the next tile into stage `slot`, as one group; an empty group at the end.
   __device__ __forceinline__ void issue(int slot) {
     if (more) {
-      const unsigned to = ring + slot * C::kStageBytes;
+      // By a shuffle, so that no part of the address is known to be uniform: ptxas 13.0 takes [register + uniform register]
+      // for the copies of head dim 256 and then, with a cache hint, leaves base and descriptor out: illegal instruction.
+      const unsigned to = __shfl_sync(~0u, ring + slot * C::kStageBytes, 0);
       const int valid = kv_end - pos, at = head;
       unsigned page[kEntries];
       long long row[kEntries];
