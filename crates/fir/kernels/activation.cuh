@@ -37,7 +37,9 @@ struct Gelu {
 };
 // (1 + tanh u) / 2 = sigmoid(2u), which does not cancel for negative u. 1.5957692 = 2 sqrt(2 / pi).
 struct GeluTanh {
-  static __device__ __forceinline__ float apply(float x) { return x * sigmoid(x * fmaf(x * x, 0.044715f * 1.5957692f, 1.5957692f)); }
+  static __device__ __forceinline__ float apply(float x) {
+    return x * sigmoid(x * fmaf(x * x, 0.044715f * 1.5957692f, 1.5957692f));
+  }
 };
 
 // kVecs: chunks of each half that a thread has under way at once. kVector: both halves and out are aligned for vectors.

@@ -45,7 +45,8 @@ struct NormParams {
 
 enum : u32 { kWeightF32 = 0, kWeightF16 = 1, kWeightBF16 = 2 };
 
-template <class T> constexpr u32 kWeightType = is_same<T, float>::value ? kWeightF32 : is_same<T, f16>::value ? kWeightF16 : kWeightBF16;
+template <class T>
+constexpr u32 kWeightType = is_same<T, float>::value ? kWeightF32 : is_same<T, f16>::value ? kWeightF16 : kWeightBF16;
 
 // A chunk's columns from `at` on, zeros past `len`. kVector: contiguous, on 16 bytes, of type T or f32.
 template <class T, bool kVector>
@@ -116,7 +117,8 @@ struct NormRow {
   }
 
   // `weight`: the columns' factors, if they were `loaded` already.
-  __device__ __forceinline__ void write(const Chunk& cx, const Chunk& cr, bool loaded, const Chunk& weight, u32 at, float mean, float scale) const {
+  __device__ __forceinline__ void write(const Chunk& cx, const Chunk& cr, bool loaded, const Chunk& weight, u32 at,
+                                        float mean, float scale) const {
     float s[kL], w[kL];
     widen_sum(cx, cr, s);
     if constexpr (kAdd) store_elements<kVector>(residual, at, p.hidden, s);
@@ -160,7 +162,8 @@ constexpr int kMinBlocks = kVecs == 0 || kVecs == 4 ? 2 : (kCenter || kAdd ? 4 :
 // kVecs: chunks of a row that a thread keeps; with 4, rows may be longer. 0: no tensor need be aligned, and nothing is kept;
 // the same threads add the same numbers in the same order.
 template <class T, class O, bool kCenter, bool kAdd, int kVecs>
-__global__ void __launch_bounds__(kVecs == 0 || kVecs == 4 ? 512 : 256, kMinBlocks<kVecs, kCenter, kAdd>) norm(const __grid_constant__ NormParams p) {
+__global__ void __launch_bounds__(kVecs == 0 || kVecs == 4 ? 512 : 256, kMinBlocks<kVecs, kCenter, kAdd>)
+    norm(const __grid_constant__ NormParams p) {
   __shared__ float scratch[32];
   constexpr int kL = kLanes<T>, kKept = kVecs > 0 ? kVecs : 1;
   constexpr bool kLong = kVecs == 0 || kVecs == 4;
@@ -195,7 +198,9 @@ __global__ void __launch_bounds__(kVecs == 0 || kVecs == 4 ? 512 : 256, kMinBloc
 #pragma unroll
       for (int v = 0; v < kVecs; ++v) sum += row.template moment<false>(cx[v], cr[v], begin + v * step, 0.f);
       if constexpr (kLong) {
-        for (u32 at = rest; at < p.hidden; at += step) sum += row.template moment<false>(row.load_x(at), row.load_residual(at), at, 0.f);
+        for (u32 at = rest; at < p.hidden; at += step) {
+          sum += row.template moment<false>(row.load_x(at), row.load_residual(at), at, 0.f);
+        }
       }
       mean = row_sum(sum, p.width, scratch) * p.inverse_hidden;
       sum = 0.f;
@@ -204,7 +209,9 @@ __global__ void __launch_bounds__(kVecs == 0 || kVecs == 4 ? 512 : 256, kMinBloc
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) sum += row.template moment<true>(cx[v], cr[v], begin + v * step, mean);
     if constexpr (kLong) {
-      for (u32 at = rest; at < p.hidden; at += step) sum += row.template moment<true>(row.load_x(at), row.load_residual(at), at, mean);
+      for (u32 at = rest; at < p.hidden; at += step) {
+        sum += row.template moment<true>(row.load_x(at), row.load_residual(at), at, mean);
+      }
     }
     repack_all(cx, cr);
     const float scale = rsqrt(fmaf(row_sum(sum, p.width, scratch), p.inverse_hidden, p.eps));
@@ -215,7 +222,9 @@ __global__ void __launch_bounds__(kVecs == 0 || kVecs == 4 ? 512 : 256, kMinBloc
       if (at < p.hidden) row.write(cx[v], cr[v], early_weight, cw[v], at, mean, scale);
     }
     if constexpr (kLong) {
-      for (u32 at = rest; at < p.hidden; at += step) row.write(row.load_x(at), row.load_residual(at), false, Chunk{}, at, mean, scale);
+      for (u32 at = rest; at < p.hidden; at += step) {
+        row.write(row.load_x(at), row.load_residual(at), false, Chunk{}, at, mean, scale);
+      }
     }
   }
 }

@@ -42,33 +42,6 @@ struct AppendParams {
   int pad;
 };
 
-/// The nearest fp8, ties to even, of two numbers: `lo` in the low byte. Past the largest: the largest.
-template <class T>
-__device__ __forceinline__ unsigned to_fp8x2(float lo, float hi) {
-#if __CUDA_ARCH__ >= 890
-  unsigned short d;
-  if constexpr (Same<T, E4m3>::value) asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(d) : "f"(hi), "f"(lo));
-  else asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(d) : "f"(hi), "f"(lo));
-  return d;
-#else
-  constexpr int kMantissa = Same<T, E4m3>::value ? 3 : 2, kBias = Same<T, E4m3>::value ? 7 : 15;
-  constexpr float kTop = Same<T, E4m3>::value ? 448.0f : 57344.0f;
-  auto one = [](float x) -> unsigned {
-    const unsigned sign = __float_as_uint(x) >> 31 << 7;
-    if (x != x) return 0x7f;
-    const float a = fminf(fabsf(x), kTop);
-    // Below the least normal, codes count in steps of 2^(1 - bias - mantissa).
-    if (a < __uint_as_float(unsigned(127 + 1 - kBias) << 23)) {
-      return sign | unsigned(__float2int_rn(a * __uint_as_float(unsigned(127 - 1 + kBias + kMantissa) << 23)));
-    }
-    unsigned bits = __float_as_uint(a);
-    bits += (1u << (22 - kMantissa)) - 1 + ((bits >> (23 - kMantissa)) & 1);
-    return sign | ((((bits >> 23) - 127 + kBias) << kMantissa) | ((bits >> (23 - kMantissa)) & ((1u << kMantissa) - 1)));
-  };
-  return one(lo) | one(hi) << 8;
-#endif
-}
-
 /// Code of the nearest e2m1, of two equally near the even one; 0 for NaN.
 __device__ __forceinline__ unsigned to_e2m1(float x) {
   const float a = fabsf(x);
@@ -137,10 +110,10 @@ __device__ __forceinline__ void put(const AppendTensor& t, unsigned char* to, un
       else
         *reinterpret_cast<uint4*>(to) = make_uint4(pack2<TO>(x[0], x[1]), pack2<TO>(x[2], x[3]), pack2<TO>(x[4], x[5]), pack2<TO>(x[6], x[7]));
     } else {
-      if constexpr (kEach == 1) to[0] = static_cast<unsigned char>(to_fp8x2<TO>(x[0], 0.0f));
+      if constexpr (kEach == 1) to[0] = static_cast<unsigned char>(pack2<TO>(x[0], 0.0f));
       else
-        *reinterpret_cast<uint2*>(to) = make_uint2(to_fp8x2<TO>(x[0], x[1]) | to_fp8x2<TO>(x[2], x[3]) << 16,
-                                                   to_fp8x2<TO>(x[4], x[5]) | to_fp8x2<TO>(x[6], x[7]) << 16);
+        *reinterpret_cast<uint2*>(to) = make_uint2(pack2<TO>(x[0], x[1]) | pack2<TO>(x[2], x[3]) << 16,
+                                                   pack2<TO>(x[4], x[5]) | pack2<TO>(x[6], x[7]) << 16);
     }
   } else {
     float top = 0.0f;
@@ -148,7 +121,7 @@ __device__ __forceinline__ void put(const AppendTensor& t, unsigned char* to, un
 #pragma unroll
     for (int i = 0; i < kEach; ++i) top = fmaxf(top, fabsf(x[i])), nan = nan || x[i] != x[i];
     // A NaN makes the block's scale NaN: a fault that shows.
-    const unsigned code = to_fp8x2<E4m3>(nan ? __int_as_float(0x7fffffff) : __fdiv_rn(top, 6.0f * t.scale), 0.0f) & 0xff;
+    const unsigned code = pack2<E4m3>(nan ? __int_as_float(0x7fffffff) : __fdiv_rn(top, 6.0f * t.scale), 0.0f) & 0xff;
     const unsigned char byte = static_cast<unsigned char>(code);
     float unit = load_one<E4m3>(&byte, 0) * t.scale;
     // A block too small for any scale is zero.

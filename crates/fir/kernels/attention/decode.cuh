@@ -23,6 +23,10 @@
 #include <fir/attention/state.cuh>
 #include <fir/attention/variant.cuh>
 
+#ifndef FIR_AHEAD
+#define FIR_AHEAD 8
+#endif
+
 namespace fir {
 
 template <class Variant>
@@ -100,14 +104,16 @@ struct Fragment {
   }
 };
 
-template <class TQ, class TKv, class TO, int kDimQk_, int kDimVo_, class Variant_, int kWarps_, int kStages_, int kTile_>
+/// `kRun`: aligned runs of so many positions lie in one page (page sizes that are multiples of it, ragged KV; items start
+/// at multiples of it): 1, 8 or 16; 1 for fp4.
+template <class TQ, class TKv, class TO, int kDimQk_, int kDimVo_, class Variant_, int kWarps_, int kStages_, int kTile_, int kRun_ = 1>
 struct DecodeConfig {
   using Q = TQ;
   using Kv = TKv;
   using Out = TO;
   using Mma = typename TKv::Mma;
   using Variant = Variant_;
-  static constexpr int kDimQk = kDimQk_, kDimVo = kDimVo_, kWarps = kWarps_, kStages = kStages_, kTile = kTile_;
+  static constexpr int kDimQk = kDimQk_, kDimVo = kDimVo_, kWarps = kWarps_, kStages = kStages_, kTile = kTile_, kRun = kRun_;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kKChunks = kDimQk * TKv::kBits / 128, kVChunks = kDimVo * TKv::kBits / 128;
   static constexpr bool kScaled = TKv::kBits == 4;
@@ -132,6 +138,7 @@ struct DecodeConfig {
   static_assert(TKv::kBits != 8 || (kDimQk % 32 == 0 && kDimVo % 32 == 0 && kTile % 16 == 0));
   static_assert(TKv::kBits != 4 || (kDimQk % 64 == 0 && kDimVo % 64 == 0 && kTile % 32 == 0));
   static_assert(kTile % 16 == 0 && kStages >= 2);
+  static_assert(kRun == 1 || (!kScaled && (kRun == 8 || kRun == 16) && kRun * kKChunks % 32 == 0 && kRun * kVChunks % 32 == 0));
   static_assert(16 * kDimVo * 4 <= kStageBytes, "a stage is lent to the exchange of accumulators between warps");
   static_assert(!kKRope || TKv::kBits == 16, "keys are rotated in place");
 };
@@ -139,18 +146,20 @@ struct DecodeConfig {
 /// Brings a warp's tiles into its ring, in the order in which the warp computes them, units ahead.
 template <class C>
 struct DecodeLoader {
-  static constexpr int kEntries = (C::kTile + 31) / 32;
+  /// Page ids per lane: of rows 32 i + lane, or of runs, the same in all lanes.
+  static constexpr int kEntries = C::kRun > 1 ? C::kTile / C::kRun : (C::kTile + 31) / 32;
   using Variant = typename C::Variant;
   const DecodeParams<Variant>& p;
   unsigned ring;
   int2* desc;
+  unsigned long long policy;
   /// Lane i < 16 holds word i of the item, and of the one after it.
   int words, next_words;
   int unit, head, head_end, pos, kv_start, kv_end, pages;
   int entries[kEntries];
   bool more;
 
-  __device__ __forceinline__ DecodeLoader(const DecodeParams<Variant>& p, unsigned ring, int2* desc) : p(p), ring(ring), desc(desc) {}
+  __device__ __forceinline__ DecodeLoader(const DecodeParams<Variant>& p, unsigned ring, int2* desc) : p(p), ring(ring), desc(desc), policy(l2_read_once()) {}
 
   __device__ __forceinline__ static int lane() { return threadIdx.x & 31; }
   __device__ __forceinline__ static int warp() { return __shfl_sync(~0u, threadIdx.x >> 5, 0); }
@@ -194,11 +203,14 @@ struct DecodeLoader {
     }
     if (more) {
 #pragma unroll
-      for (int i = 0; i < kEntries; ++i) entries[i] = p.kv.entry(pages, min(pos + i * 32 + row_of_lane(), kv_end - 1));
+      for (int i = 0; i < kEntries; ++i) entries[i] = p.kv.entry(pages, row_of_entry(i));
     }
   }
 
-  __device__ __forceinline__ static int row_of_lane() { return C::kTile < 32 ? lane() % C::kTile : lane(); }
+  __device__ __forceinline__ int row_of_entry(int i) const {
+    if constexpr (C::kRun > 1) return min(pos + i * C::kRun, kv_end - 1);
+    else return min(pos + i * 32 + (C::kTile < 32 ? lane() % C::kTile : lane()), kv_end - 1);
+  }
 
   /// Whether any row of the unit sees any position of the tile: tiles that none sees are not read.
   __device__ __forceinline__ bool visible() const {
@@ -215,31 +227,59 @@ struct DecodeLoader {
     return __any_sync(~0u, any);
   }
 
+  __device__ __forceinline__ void copy(unsigned to, const KvTensor& k, const KvTensor& v, int head, const unsigned (&page)[kEntries],
+                                       const long long (&row)[kEntries], int valid) const {
+    const int k_bytes = p.kv.dim_qk * C::Kv::kBits / 8, v_bytes = p.kv.dim_vo * C::Kv::kBits / 8;
+    if constexpr (C::kRun > 1) {
+      const bool whole = valid >= C::kTile && k_bytes == C::kKChunks * 16 && v_bytes == C::kVChunks * 16;
+      auto runs = [&](auto all) {
+#pragma unroll
+        for (int i = 0; i < kEntries; ++i) {
+          copy_run<C::kRun, C::kKChunks, decltype(all)::value>(to, i * C::kRun, k.data + head * k.head + row_offset(k, page[i], row[i]), k.row,
+                                                               valid - i * C::kRun, k_bytes, policy);
+          copy_run<C::kRun, C::kVChunks, decltype(all)::value>(to + C::kKBytes, i * C::kRun, v.data + head * v.head + row_offset(v, page[i], row[i]),
+                                                               v.row, valid - i * C::kRun, v_bytes, policy);
+        }
+      };
+      if (whole) runs(Same<int, int>{});
+      else runs(Same<int, char>{});
+    } else {
+      long long at[kEntries];
+#pragma unroll
+      for (int i = 0; i < kEntries; ++i) at[i] = row_offset(k, page[i], row[i]);
+      copy_rows<C::kTile, C::kKChunks>(to, k.data + head * k.head, at, valid, k_bytes, policy);
+#pragma unroll
+      for (int i = 0; i < kEntries; ++i) at[i] = row_offset(v, page[i], row[i]);
+      copy_rows<C::kTile, C::kVChunks>(to + C::kKBytes, v.data + head * v.head, at, valid, v_bytes, policy);
+    }
+    if constexpr (C::kScaled) {
+      const unsigned scales = to + C::kKBytes + C::kVBytes;
+      const KvTensor &ks = p.kv.k_scales, &vs = p.kv.v_scales;
+      long long at[kEntries];
+#pragma unroll
+      for (int i = 0; i < kEntries; ++i) at[i] = row_offset(ks, page[i], row[i]);
+      copy_words<C::kTile, C::kKScale / 4>(scales, ks.data + head * ks.head, at, valid, p.kv.dim_qk / 16);
+#pragma unroll
+      for (int i = 0; i < kEntries; ++i) at[i] = row_offset(vs, page[i], row[i]);
+      copy_words<C::kTile, C::kVScale / 4>(scales + C::kTile * C::kKScale, vs.data + head * vs.head, at, valid, p.kv.dim_vo / 16);
+    }
+  }
+
   /// Issues the copies of the next tile into stage `slot`, as one group; an empty group at the end.
   __device__ __forceinline__ void issue(int slot) {
     if (more) {
-      const unsigned to = ring + slot * C::kStageBytes;
+      // By a shuffle, so that no part of the address is known to be uniform: ptxas 13.0 takes [register + uniform register]
+      // for the copies of head dim 256 and then, with a cache hint, leaves base and descriptor out: illegal instruction.
+      const unsigned to = __shfl_sync(~0u, ring + slot * C::kStageBytes, 0);
       const int valid = kv_end - pos, at = head;
-      long long k[kEntries], v[kEntries], ks[kEntries], vs[kEntries];
+      unsigned page[kEntries];
+      long long row[kEntries];
 #pragma unroll
-      for (int i = 0; i < kEntries; ++i) {
-        unsigned page;
-        long long row;
-        p.kv.place(entries[i], min(pos + i * 32 + row_of_lane(), kv_end - 1), page, row);
-        k[i] = row_offset(p.kv.k, page, row), v[i] = row_offset(p.kv.v, page, row);
-        if constexpr (C::kScaled) ks[i] = row_offset(p.kv.k_scales, page, row), vs[i] = row_offset(p.kv.v_scales, page, row);
-      }
+      for (int i = 0; i < kEntries; ++i) p.kv.place(entries[i], row_of_entry(i), page[i], row[i]);
       if (lane() == 0) desc[slot] = make_int2(unit, pos);
       pos += C::kWarps * C::kTile;
       settle();  // the page ids of the next tile are on their way while this one is asked for
-      copy_rows<C::kTile, C::kKChunks>(to, p.kv.k.data + at * p.kv.k.head, k, valid, p.kv.dim_qk * C::Kv::kBits / 8);
-      copy_rows<C::kTile, C::kVChunks>(to + C::kKBytes, p.kv.v.data + at * p.kv.v.head, v, valid, p.kv.dim_vo * C::Kv::kBits / 8);
-      if constexpr (C::kScaled) {
-        const unsigned scales = to + C::kKBytes + C::kVBytes;
-        copy_words<C::kTile, C::kKScale / 4>(scales, p.kv.k_scales.data + at * p.kv.k_scales.head, ks, valid, p.kv.dim_qk / 16);
-        copy_words<C::kTile, C::kVScale / 4>(scales + C::kTile * C::kKScale, p.kv.v_scales.data + at * p.kv.v_scales.head, vs, valid,
-                                             p.kv.dim_vo / 16);
-      }
+      copy(to, p.kv.k, p.kv.v, at, page, row, valid);
     } else if (lane() == 0) {
       desc[slot] = make_int2(0x7fffffff, 0);
     }
@@ -402,6 +442,31 @@ __device__ __forceinline__ void scores(unsigned tile, unsigned scales, const uns
   }
 }
 
+/// Sets to 0 the values (and their scales) of positions that no row of the warp's tile sees. `seen[t]`: bit i of a lane is
+/// position 8 t + 2 (lane % 4) + i.
+template <class C>
+__device__ __forceinline__ void hide_values(unsigned char* values, const unsigned (&seen)[C::kTile / 8]) {
+  const int lane = threadIdx.x & 31;
+  for (int t = 0; t < C::kTile / 8; ++t) {
+    unsigned bits = 0;  // of 8 positions
+#pragma unroll
+    for (int j = 0; j < C::kTile / 8; ++j) bits = j == t ? seen[j] : bits;
+    bits <<= 2 * (lane & 3);
+#pragma unroll
+    for (int x = 1; x < 32; x *= 2) bits |= __shfl_xor_sync(~0u, bits, x);
+    for (int i = 0; i < 8; ++i) {
+      if (bits >> i & 1) continue;
+      const int row = 8 * t + i;
+      for (int c = lane; c < C::kVChunks; c += 32) reinterpret_cast<uint4*>(values)[row * C::kVChunks + c] = make_uint4(0, 0, 0, 0);
+      if constexpr (C::kScaled) {
+        unsigned char* scales = values + C::kVBytes + C::kTile * C::kKScale + row * C::kVScale;
+        if (lane < C::kVScale) scales[lane] = 0;
+      }
+    }
+  }
+  __syncwarp();
+}
+
 /// o += weights . v
 template <class C>
 __device__ __forceinline__ void accumulate(unsigned tile, unsigned scales, const float (&s)[C::kTile / 8][4], float (&o)[C::kDimVo / 8][4]) {
@@ -524,6 +589,11 @@ __global__ void __launch_bounds__(C::kThreads, kMinBlocks) decode(const __grid_c
         }
       }
 
+      // Asked for now, as it comes from device memory and the merge is the launch's last act.
+      const int merge_at = w.merge + head - w.head_start;
+      MergeItem merge{0, 0, 0, 0};
+      if (w.partial >= 0) merge = p.out.merges[merge_at];
+
       float o[C::kDimVo / 8][4];
 #pragma unroll
       for (int t = 0; t < C::kDimVo / 8; ++t) o[t][0] = o[t][1] = o[t][2] = o[t][3] = 0.0f;
@@ -542,6 +612,8 @@ __global__ void __launch_bounds__(C::kThreads, kMinBlocks) decode(const __grid_c
         float s[C::kTile / 8][4];
         scores<C>(at, at + C::kKBytes + C::kVBytes, a, q_shared, s);
         const bool tail = tile.y + C::kTile > w.kv_end;
+        bool unseen = false;
+        unsigned by_rows[C::kTile / 8] = {};  // bit i: a row of this lane sees position 8 t + 2 (lane % 4) + i
 #pragma unroll
         for (int t = 0; t < C::kTile / 8; ++t) {
 #pragma unroll
@@ -551,9 +623,17 @@ __global__ void __launch_bounds__(C::kThreads, kMinBlocks) decode(const __grid_c
             if constexpr (V::kHasKey) x *= V::key_scale(p.variant, w.request, w.kv_len, kv_pos, head);
             if constexpr (V::kHasLogits) x = context[i >> 1].template logits<V>(p.variant, x, kv_pos) * (V::kSoftmax ? kLog2e : 1.0f);
             bool seen = !tail || kv < w.kv_end;
-            if constexpr (V::kHasMask) seen = seen && context[i >> 1].template mask<V>(p.variant, kv_pos);
+            if constexpr (V::kHasMask) {
+              seen = seen && context[i >> 1].template mask<V>(p.variant, kv_pos);
+              unseen |= !seen;
+              by_rows[t] |= unsigned(seen) << (i & 1);
+            }
             s[t][i] = seen ? x : (V::kSoftmax ? neg_inf() : 0.0f);
           }
+        }
+        if constexpr (V::kHasMask) {
+          // A weight of 0 times a value of inf or NaN is NaN: values of positions that no row sees become 0.
+          if (__any_sync(~0u, unseen)) hide_values<C>(ring + slot * C::kStageBytes + C::kKBytes, by_rows);
         }
         if constexpr (V::kSoftmax) softmax.step(s, o);
         if constexpr (V::kHasValue) {
@@ -608,10 +688,8 @@ __global__ void __launch_bounds__(C::kThreads, kMinBlocks) decode(const __grid_c
         }
       }
       if (w.partial >= 0) {
-        const int at = w.merge + head - w.head_start;
-        const MergeItem merge = p.out.merges[at];
-        if (last_part(p.out, at, merge.parts, slots + C::kWarps)) {
-          merge_parts<V, typename C::Out, 4, 8>(p.out, p.variant, w, head, p.group, merge, p.kv.dim_vo, v_scale);
+        if (last_part(p.out, merge_at, merge.parts, slots + C::kWarps)) {
+          merge_parts<V, typename C::Out, 4, FIR_AHEAD>(p.out, p.variant, w, head, p.group, merge, p.kv.dim_vo, v_scale);
         }
       }
       __syncthreads();

@@ -4,6 +4,7 @@
 // scale are exact.
 #pragma once
 #include <fir/base/mma.cuh>
+#include <fir/base/types.cuh>
 
 namespace fir {
 
@@ -15,17 +16,13 @@ struct E5m2 { static constexpr int kBits = 8; using Mma = F16; };
 /// Two to a byte, the first in the low nibble; an e4m3 scale for each 16.
 struct E2m1 { static constexpr int kBits = 4; using Mma = F16; };
 
-template <class A, class B> struct Same { static constexpr bool value = false; };
-template <class A> struct Same<A, A> { static constexpr bool value = true; };
+template <class A, class B> using Same = is_same<A, B>;
 
-/// Two numbers rounded to nearest even: `lo` in the low half.
-template <class T>
-__device__ __forceinline__ unsigned pack2(float lo, float hi) {
-  unsigned d;
-  if constexpr (Same<T, Bf16>::value) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
-  else asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(hi), "f"(lo));
-  return d;
-}
+// The tags round as the types of base/types.cuh do.
+template <> __device__ __forceinline__ u32 pack2<F16>(float lo, float hi) { return pack2<f16>(lo, hi); }
+template <> __device__ __forceinline__ u32 pack2<Bf16>(float lo, float hi) { return pack2<bf16>(lo, hi); }
+template <> __device__ __forceinline__ u32 pack2<E4m3>(float lo, float hi) { return pack2<e4m3>(lo, hi); }
+template <> __device__ __forceinline__ u32 pack2<E5m2>(float lo, float hi) { return pack2<e5m2>(lo, hi); }
 
 template <class T>
 __device__ __forceinline__ void unpack2(unsigned x, float& lo, float& hi) {

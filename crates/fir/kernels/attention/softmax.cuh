@@ -5,6 +5,7 @@
 // Lane l holds columns of rows l / 4 and l / 4 + 8 (mma.cuh); `m` is the row's, `d` only this lane's share until
 // `row_sum`. A row that has seen nothing has m = -inf, d = 0.
 #pragma once
+#include <fir/base/math.cuh>
 #include <fir/base/mma.cuh>
 
 namespace fir {
@@ -13,12 +14,6 @@ constexpr float kLog2e = 1.44269504088896340736f;
 constexpr float kLn2 = 0.69314718055994530942f;
 
 __device__ __forceinline__ float neg_inf() { return __int_as_float(0xff800000); }
-
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 /// 2^(a - b), with 0 for a = -inf whatever b is.
 __device__ __forceinline__ float exp2_diff(float a, float b) { return exp2_fast(a - (b == neg_inf() ? 0.0f : b)); }
