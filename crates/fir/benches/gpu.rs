@@ -24,8 +24,12 @@ mod gpu {
     use std::time::Instant;
 
     use fir::exec::{Gpu, Stream};
+    use fir::kv::{KvLayout, PagedKvMut};
+    use fir::page::{self, Slots};
     use fir::reference::{self, Precision};
+    use fir::rope::{self, Positions};
     use fir::testing::{Compare, Rng, compare};
+    use fir::variant::Rope;
     use fir::{DType, Error, Exec, Result, Tensor, TensorRef, activation, norm};
 
     const SAMPLES: usize = 100;
@@ -35,6 +39,10 @@ mod gpu {
     const RMS_NORM: Sizes = [([64, 4096], 3.5, 6.2), ([4096, 4096], 18.0, 27.7), ([8192, 8192], 68.0, 101.7)];
     const FUSED_ADD: Sizes = [([64, 4096], 4.0, 5.7), ([4096, 4096], 34.0, 39.0), ([8192, 8192], 130.0, 138.0)];
     const SILU: Sizes = [([64, 4096], 4.0, 6.2), ([4096, 4096], 26.0, 30.1), ([8192, 8192], 96.0, 99.4)];
+
+    /// Tokens, each with our goal and FlashInfer's time in µs; 32 query heads and 8 key heads of 128.
+    const ROPE: [(usize, f64, f64); 2] = [(4096, 22.0, 38.6), (16_384, 84.0, 97.4)];
+    const APPEND: [(usize, f64, f64); 2] = [(64, 4.0, 6.9), (16_384, 34.0, 41.1)];
 
     pub(crate) fn main() -> Result<()> {
         let gpu = match Gpu::new(0) {
@@ -57,6 +65,12 @@ mod gpu {
         }
         for (shape, goal, peer) in SILU {
             suite.silu(shape, goal, peer)?;
+        }
+        for (tokens, goal, peer) in ROPE {
+            suite.rope(tokens, goal, peer)?;
+        }
+        for (tokens, goal, peer) in APPEND {
+            suite.append(tokens, goal, peer)?;
         }
         suite.bench("nothing", 0, 0.0, 0.0, || Ok(()), || Ok(()))
     }
@@ -120,6 +134,67 @@ mod gpu {
                 peer,
                 || activation::silu_and_mul(&self.exec, x.view(), out.borrow_mut().view_mut()),
                 || check(&out.borrow(), d, &x_host, reference::activation::silu_and_mul),
+            )
+        }
+
+        fn rope(&self, tokens: usize, goal: f64, peer: f64) -> Result<()> {
+            let (q, q_host) = self.random(1, &[tokens, 32, 128])?;
+            let (k, _) = self.random(2, &[tokens, 8, 128])?;
+            let [q_out, k_out] = [q.clone(), k.clone()].map(std::cell::RefCell::new);
+            // The same for the first four tokens and for the last four, which are looked at.
+            let positions: Vec<i64> = (0..tokens as i64).map(|t| t % 4 * 250_000).collect();
+            let at = Tensor::from_slice(&positions, &[tokens])?.to_device(&self.gpu)?;
+            self.bench(
+                &format!("apply_rope bf16 {tokens} × (32 + 8) × 128"),
+                2 * 2 * tokens * 40 * 128,
+                goal,
+                peer,
+                || {
+                    let (mut q_out, mut k_out) = (q_out.borrow_mut(), k_out.borrow_mut());
+                    let (q_out, k_out, at) = (q_out.view_mut(), k_out.view_mut(), Positions::Ids(at.view()));
+                    rope::apply_rope(&self.exec, q.view(), k.view(), at, Rope::default(), q_out, k_out)
+                },
+                || {
+                    check(&q_out.borrow(), 128, &q_host, |p, x| {
+                        reference::rope::apply_rope(p, x, &positions[..x.shape()[0]], &Rope::default())
+                    })
+                },
+            )
+        }
+
+        fn append(&self, tokens: usize, goal: f64, peer: f64) -> Result<()> {
+            const PAGE: usize = 16;
+            let (k, k_host) = self.random(1, &[tokens, 8, 128])?;
+            let pages = 2 * tokens.div_ceil(PAGE);
+            let cache = || Ok(std::cell::RefCell::new(self.gpu.zeros(DType::BF16, &[pages, PAGE, 8, 128])?));
+            let (k_cache, v_cache) = (cache()?, cache()?);
+            // Every page's place is far from its neighbours'; few tokens are each of another request.
+            let slot = |t: usize| {
+                let (page, row) = if tokens < 1024 { (t / 8, t % 8 * 2) } else { (t / PAGE, t % PAGE) };
+                page * 7919 % pages * PAGE + row
+            };
+            let slots: Vec<i64> = (0..tokens).map(|t| slot(t) as i64).collect();
+            let slots = Tensor::from_slice(&slots, &[tokens])?.to_device(&self.gpu)?;
+            self.bench(
+                &format!("append_paged_kv bf16 {tokens} × 8 × 128"),
+                2 * 2 * 2 * tokens * 8 * 128,
+                goal,
+                peer,
+                || {
+                    let (mut k_cache, mut v_cache) = (k_cache.borrow_mut(), v_cache.borrow_mut());
+                    let cache = PagedKvMut::new(k_cache.view_mut(), v_cache.view_mut(), KvLayout::Nhd)?;
+                    page::append_paged_kv(&self.exec, k.view(), k.view(), Slots::Mapping(slots.view()), cache)
+                },
+                || {
+                    let cache = k_cache.borrow().to_host()?.reshaped(&[pages * PAGE, 8, 128])?;
+                    for t in [0, 1, tokens / 2, tokens - 1] {
+                        let (got, want) = (cache.view().select(0, slot(t))?, k_host.view().select(0, t)?);
+                        if got.to_f32_vec()? != want.to_f32_vec()? {
+                            return Err(Error::value("gpu", "cache", format!("other numbers at token {t}"), "k"));
+                        }
+                    }
+                    Ok(())
+                },
             )
         }
 

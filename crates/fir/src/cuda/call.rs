@@ -69,6 +69,11 @@ impl<'a> Call<'a> {
         }
     }
 
+    /// Address of a copy of `bytes` from the host, which the call keeps; waits for the stream.
+    pub(crate) fn upload(&mut self, arg: &'static str, bytes: &[u8]) -> Result<Address> {
+        self.stage(arg, bytes).map(|(address, _)| address)
+    }
+
     fn on_device(&self, arg: &'static str, ordinal: u32, address: u64) -> Result<Address> {
         match self.gpu.lane() {
             Lane::Live(stream) if stream.context().ordinal() != ordinal => {
@@ -109,8 +114,16 @@ impl<'a> Call<'a> {
 
     /// Queues a launch.
     pub(crate) fn launch<P: Params>(&self, kernel: &Kernel, grid: Grid, params: &P) -> Result<()> {
-        debug_assert_eq!((P::TYPE, size_of::<P>()), (kernel.source.params.cpp, kernel.source.params.size));
-        let bytes = bytemuck::bytes_of(params);
+        debug_assert_eq!(P::TYPE, kernel.source.params.cpp);
+        self.launch_bytes(kernel, grid, bytemuck::bytes_of(params))
+    }
+
+    /// Queues a launch with a parameter that is made of several structs.
+    pub(crate) fn launch_bytes(&self, kernel: &Kernel, grid: Grid, bytes: &[u8]) -> Result<()> {
+        if bytes.len() != kernel.source.params.size {
+            let want = format!("{}, as {} has", kernel.source.params.size, kernel.source.params.cpp);
+            return Err(Error::value(self.op, "params", format!("{} bytes", bytes.len()), want));
+        }
         match (self.gpu.lane(), &kernel.function) {
             (Lane::Live(stream), Some(function)) => function.launch(stream, grid, bytes),
             (Lane::Dry(recorder), _) => {
@@ -118,6 +131,13 @@ impl<'a> Call<'a> {
                 Ok(())
             }
             (Lane::Live(_), None) => Err(Error::Unsupported { op: self.op, why: vec!["a kernel of a dry run".into()] }),
+        }
+    }
+
+    /// Names memory that a plan or its scratch lends to the launches, for the records of a dry run.
+    pub(crate) fn name(&mut self, name: &'static str, start: u64, len: usize) {
+        if let Lane::Dry(_) = self.gpu.lane() {
+            self.args.push(Arg { name, start, len, buffer: None, out: None });
         }
     }
 

@@ -69,8 +69,10 @@ library! {
         cuInit(u32);
         cuLaunchKernelEx(*const Config, Handle, *mut *mut c_void, *mut *mut c_void);
         cuMemAllocAsync(*mut u64, usize, Handle);
+        cuMemAllocHost_v2(*mut *mut c_void, usize);
         cuMemAlloc_v2(*mut u64, usize);
         cuMemFreeAsync(u64, Handle);
+        cuMemFreeHost(*mut c_void);
         cuMemFree_v2(u64);
         cuMemPoolGetAttribute(Handle, i32, *mut c_void);
         cuMemPoolSetAttribute(Handle, i32, *mut c_void);
@@ -418,6 +420,12 @@ unsafe impl Send for Event {}
 unsafe impl Sync for Event {}
 
 impl Event {
+    /// Waits for it.
+    pub fn synchronize(&self) -> Result<()> {
+        let _current = self.context.enter()?;
+        call!(self.context.api, cuEventSynchronize(self.raw))
+    }
+
     /// Milliseconds from `earlier` to this; waits for both.
     pub fn since(&self, earlier: &Event) -> Result<f32> {
         let (_current, mut ms) = (self.context.enter()?, 0.0);
@@ -461,6 +469,10 @@ impl Buffer {
 
     pub(crate) fn address(&self) -> u64 {
         self.address
+    }
+
+    pub(crate) fn stream(&self) -> &Stream {
+        &self.stream
     }
 
     /// Sets every byte.
@@ -508,6 +520,77 @@ impl Buffer {
             return Ok(());
         }
         Err(Error::value("copy", "bytes", format!("{len} at {at}"), format!("within {}", self.len)))
+    }
+}
+
+impl std::fmt::Debug for Buffer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} bytes of {:?}", self.len, self.stream.context())
+    }
+}
+
+/// Pinned memory of the host, from which a device copies while the host goes on.
+pub(crate) struct Pinned {
+    context: Arc<Context>,
+    start: *mut c_void,
+    len: usize,
+    /// After the copy that reads it.
+    busy: Option<Event>,
+}
+
+// SAFETY: plain memory, which one owner writes.
+unsafe impl Send for Pinned {}
+// SAFETY: shared, it is not touched at all.
+unsafe impl Sync for Pinned {}
+
+impl Pinned {
+    pub(crate) fn new(stream: &Stream, len: usize) -> Result<Self> {
+        let (context, mut start) = (stream.context().clone(), ptr::null_mut());
+        if len > 0 {
+            let _current = context.enter()?;
+            call!(context.api, cuMemAllocHost_v2(&mut start, len))?;
+        }
+        Ok(Self { context, start, len, busy: None })
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Queues a copy of `bytes` to the beginning of `to`. Waits for its own last copy alone.
+    pub(crate) fn send(&mut self, bytes: &[u8], to: &Buffer) -> Result<()> {
+        if bytes.len() > self.len {
+            return Err(Error::value("copy", "bytes", bytes.len(), format!("at most {}", self.len)));
+        }
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        if let Some(event) = self.busy.take() {
+            event.synchronize()?;
+        }
+        // SAFETY: `len` bytes are ours from `start` on, and no copy reads them: the last one was waited for.
+        let memory = unsafe { std::slice::from_raw_parts_mut(self.start.cast::<u8>(), bytes.len()) };
+        memory.copy_from_slice(bytes);
+        let queued = to.queue_write(0, memory);
+        match to.stream.record() {
+            Ok(event) => self.busy = Some(event),
+            // Without a mark there is only this way to know when the copy is over.
+            Err(_) => to.stream.synchronize()?,
+        }
+        queued
+    }
+}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        if let Some(event) = &self.busy {
+            let _ = event.synchronize();
+        }
+        if self.len > 0
+            && let Ok(_current) = self.context.enter()
+        {
+            let _ = call!(self.context.api, cuMemFreeHost(self.start));
+        }
     }
 }
 

@@ -1,15 +1,16 @@
 //! [`Gpu`]: a device, a stream, and the kernels loaded so far.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, OnceLock};
 
 use super::arch::Arch;
-use super::driver::{Buffer, Context, Function, Properties, Stream};
+use super::driver::{Buffer, Context, Function, Pinned, Properties, Stream};
 use super::dry::{Launch, Recorder};
 use super::jit::{self, Source};
 use super::nvrtc::Nvrtc;
 use crate::error::{Error, Result};
-use crate::tensor::{DType, Layout, Tensor};
+use crate::kv::{Indices, OnDevice, PageTable};
+use crate::tensor::{DType, Layout, Place, Tensor, TensorRef};
 
 /// A CUDA executor: a device and a stream on it. Cheap to clone; clones share both, and the loaded kernels.
 ///
@@ -27,7 +28,12 @@ struct Device {
     /// Major version of CUDA that the driver speaks.
     driver: i32,
     kernels: Mutex<HashMap<Source, Slot>>,
+    /// Memory that copies start from, the longest unused first.
+    staging: Mutex<VecDeque<Pinned>>,
 }
+
+/// Copies that may be under way before one is waited for.
+const STAGED_COPIES: usize = 8;
 
 type Slot = Arc<OnceLock<Result<Arc<Kernel>>>>;
 
@@ -81,7 +87,8 @@ impl Gpu {
     }
 
     fn with(properties: Properties, driver: i32, lane: Lane) -> Self {
-        Self { device: Arc::new(Device { properties, driver, kernels: Mutex::default() }), lane, staged: false }
+        let device = Device { properties, driver, kernels: Mutex::default(), staging: Mutex::default() };
+        Self { device: Arc::new(device), lane, staged: false }
     }
 
     /// The same device and stream, taking host tensors too: for tests and first steps. What a call reads is copied to the
@@ -111,6 +118,11 @@ impl Gpu {
             Lane::Live(stream) => Some(stream),
             Lane::Dry(_) => None,
         }
+    }
+
+    /// Where its tensors are; host memory on a dry run.
+    pub(crate) fn place(&self) -> Place {
+        self.stream().map_or(Place::Host, |s| Place::Cuda(s.context().ordinal()))
     }
 
     /// Waits until everything queued so far is done.
@@ -146,6 +158,22 @@ impl Gpu {
 
     pub(super) fn takes_host_tensors(&self) -> bool {
         self.staged || matches!(self.lane, Lane::Dry(_))
+    }
+
+    /// Queues a copy of `bytes` to the beginning of `to`, on its stream. Each copy starts from pinned memory of its own,
+    /// which is used again once that copy is done.
+    pub(super) fn send(&self, bytes: &[u8], to: &Buffer) -> Result<()> {
+        let free = {
+            let mut staging = self.device.staging.lock().unwrap_or_else(|e| e.into_inner());
+            if staging.len() < STAGED_COPIES { None } else { staging.pop_front() }
+        };
+        let mut pinned = match free.filter(|p| p.len() >= bytes.len()) {
+            Some(pinned) => pinned,
+            None => Pinned::new(to.stream(), bytes.len().next_power_of_two().max(4096))?,
+        };
+        let sent = pinned.send(bytes, to);
+        self.device.staging.lock().unwrap_or_else(|e| e.into_inner()).push_back(pinned);
+        sent
     }
 
     /// The kernel, compiled and loaded unless it was before.
@@ -198,6 +226,54 @@ impl Tensor {
             Some(_) => Err(Error::place(OP, "self", self.place(), format!("host memory, or {gpu:?}"))),
         }
     }
+}
+
+impl<'a> PageTable<'a> {
+    /// The table with a copy on the device of `gpu`, for all layers of a step. The copy is queued on its stream;
+    /// nobody waits.
+    pub fn to_device(&self, gpu: &Gpu) -> Result<Self> {
+        const OP: &str = "PageTable::to_device";
+        self.check_host(OP)?;
+        let indptr = Arc::new(ints(OP, gpu, self.indptr())?);
+        let indices = Indices::Owned(Arc::new(ints(OP, gpu, self.indices())?));
+        Ok(self.clone().with_device(OnDevice { indptr, indices }))
+    }
+
+    /// A table whose page ids are on a device already, `[slots]`, i32, contiguous; the rest as in
+    /// [`PageTable::with_lens`]. Nobody looks at the ids before the kernels do, which take an id past the pool for that of
+    /// its last page.
+    pub fn on_device(
+        gpu: &Gpu,
+        page_size: usize,
+        num_pages: usize,
+        indptr: &[i32],
+        indices: TensorRef<'a>,
+        lens: &[i32],
+    ) -> Result<Self> {
+        const OP: &str = "PageTable::on_device";
+        if indices.dtype() != DType::I32 {
+            return Err(Error::DType { op: OP, arg: "indices", got: indices.dtype().name(), want: "i32".into() });
+        }
+        if indices.shape().len() != 1 || !indices.layout().is_contiguous() {
+            let got = format!("shape {:?}, strides {:?}", indices.shape(), indices.strides());
+            return Err(Error::layout(OP, "indices", got, "[slots], contiguous"));
+        }
+        let slots = indices.shape()[0];
+        let own = gpu.live(OP)?.context().ordinal();
+        if indices.place() != Place::Cuda(own) {
+            return Err(Error::place(OP, "indices", indices.place(), Place::Cuda(own)));
+        }
+        let device = OnDevice { indptr: Arc::new(ints(OP, gpu, indptr)?), indices: Indices::Borrowed(indices) };
+        Self::with_device_ids(page_size, num_pages, indptr.to_vec(), device, slots, lens)
+    }
+}
+
+/// A copy on the device, queued.
+fn ints(op: &'static str, gpu: &Gpu, values: &[i32]) -> Result<Tensor> {
+    let (stream, bytes) = (gpu.live(op)?, bytemuck::cast_slice(values));
+    let buffer = Buffer::new(stream, bytes.len())?;
+    gpu.send(bytes, &buffer)?;
+    Tensor::on_device(Box::new(buffer), DType::I32, Layout::contiguous(op, "values", &[values.len()])?)
 }
 
 #[cfg(test)]

@@ -11,7 +11,7 @@ pub use super::arch::Arch;
 use super::nvrtc::{Job, Nvrtc};
 use super::params::{Params, Twin};
 use super::source::{self, Hash};
-use super::{activation, norm};
+use super::{activation, attention, norm, page, quantize, rope, tokens};
 use crate::env;
 use crate::error::{Error, Result};
 
@@ -97,7 +97,16 @@ pub fn on_compile(hook: impl Fn(&str, Arch) + Send + Sync + 'static) -> bool {
 
 /// Every instantiation that an operator may choose: what `fir jit build` compiles.
 pub fn kernels() -> Vec<Source> {
-    [activation::kernels(), norm::kernels()].concat()
+    [
+        activation::kernels(),
+        attention::kernels(),
+        norm::kernels(),
+        page::kernels(),
+        quantize::kernels(),
+        rope::kernels(),
+        tokens::kernels(),
+    ]
+    .concat()
 }
 
 impl Source {

@@ -13,6 +13,7 @@
 
 pub(crate) mod activation;
 mod arch;
+pub(crate) mod attention;
 mod call;
 pub(crate) mod driver;
 pub(crate) mod dry;
@@ -20,6 +21,10 @@ pub(crate) mod exec;
 pub mod jit;
 pub(crate) mod norm;
 mod nvrtc;
+pub(crate) mod page;
 mod params;
+pub(crate) mod quantize;
+pub(crate) mod rope;
 mod rows;
 mod source;
+pub(crate) mod tokens;

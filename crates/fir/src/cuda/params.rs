@@ -3,6 +3,8 @@
 //! The fields serve twice: the compiled text asserts that the twin has each at the same offset, and a dry run shows
 //! them by name.
 
+use std::borrow::Cow;
+
 use bytemuck::{Pod, Zeroable};
 
 /// An address on a device; 0 is none.
@@ -15,11 +17,13 @@ pub(crate) struct Address(pub(crate) u64);
 pub(crate) enum Kind {
     Address,
     F32,
+    F64,
+    I32,
     U32,
     U64,
 }
 
-/// A field of a struct of parameters.
+/// A field of a struct of parameters; its name is how C++ reaches it, as in `out.lse`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Field {
     pub(crate) name: &'static str,
@@ -39,7 +43,7 @@ macro_rules! scalars {
         }
     )*};
 }
-scalars! { Address => Address, f32 => F32, u32 => U32, u64 => U64 }
+scalars! { Address => Address, f32 => F32, f64 => F64, i32 => I32, u32 => U32, u64 => U64 }
 
 /// A kernel's parameter.
 pub(crate) trait Params: Pod {
@@ -49,22 +53,30 @@ pub(crate) trait Params: Pod {
 }
 
 /// A type of parameters, for a kernel's source.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Twin {
-    pub(crate) cpp: &'static str,
+    pub(crate) cpp: Cow<'static, str>,
     pub(crate) size: usize,
     pub(crate) fields: &'static [Field],
+    /// Fields whose names are known when the program runs, such as a variant's.
+    pub(crate) named: Vec<(String, usize, Kind)>,
 }
 
 impl Twin {
     pub(crate) const fn of<P: Params>() -> Self {
-        Self { cpp: P::TYPE, size: size_of::<P>(), fields: P::FIELDS }
+        Self { cpp: Cow::Borrowed(P::TYPE), size: size_of::<P>(), fields: P::FIELDS, named: Vec::new() }
+    }
+
+    /// Name, offset and kind of every field.
+    pub(crate) fn all(&self) -> impl Iterator<Item = (&str, usize, Kind)> {
+        let fixed = self.fields.iter().map(|f| (f.name, f.offset, f.kind));
+        fixed.chain(self.named.iter().map(|(name, offset, kind)| (&**name, *offset, *kind)))
     }
 
     /// C++ text that fails to compile unless the twins agree.
     pub(crate) fn assertions(&self) -> String {
         let mut text = format!("static_assert(sizeof({}) == {}, \"size\");\n", self.cpp, self.size);
-        for Field { name, offset, .. } in self.fields {
+        for (name, offset, _) in self.all() {
             // NVRTC has no offsetof; this is what one is made of in its front end.
             let at = format!("__INTADDR__(&static_cast<{}*>(nullptr)->{name})", self.cpp);
             text += &format!("static_assert({at} == {offset}, \"{name}\");\n");
@@ -73,10 +85,13 @@ impl Twin {
     }
 }
 
-/// Declares a struct of parameters with the C++ type that it is the twin of.
+/// Declares a struct of parameters with the C++ type that it is the twin of. A field inside of a struct in C++ is written
+/// with its name there: `lse in "out.lse": Address`.
 macro_rules! params {
+    (@name $field:ident) => { stringify!($field) };
+    (@name $field:ident $path:literal) => { $path };
     ($(#[$doc:meta])* $visible:vis struct $name:ident = $cpp:literal {
-        $($(#[$field_doc:meta])* $field:ident: $ty:ty,)*
+        $($(#[$field_doc:meta])* $field:ident $(in $path:literal)?: $ty:ty,)*
     }) => {
         $(#[$doc])*
         #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
@@ -87,7 +102,7 @@ macro_rules! params {
         impl $crate::cuda::params::Params for $name {
             const TYPE: &'static str = $cpp;
             const FIELDS: &'static [$crate::cuda::params::Field] = &[$($crate::cuda::params::Field {
-                name: stringify!($field),
+                name: $crate::cuda::params::params!(@name $field $($path)?),
                 offset: std::mem::offset_of!($name, $field),
                 kind: <$ty as $crate::cuda::params::Scalar>::KIND,
             },)*];
@@ -97,18 +112,20 @@ macro_rules! params {
 pub(crate) use params;
 
 /// The fields of `bytes` as text; `name` turns an address into the argument that it lies in.
-pub(crate) fn show(bytes: &[u8], fields: &[Field], name: impl Fn(u64) -> String) -> String {
+pub(crate) fn show(bytes: &[u8], twin: &Twin, name: impl Fn(u64) -> String) -> String {
     let mut text = Vec::new();
-    for field in fields {
-        let rest = &bytes[field.offset..];
+    for (field, offset, kind) in twin.all() {
+        let rest = &bytes[offset..];
         let word = |n: usize| rest[..n].iter().rev().fold(0u64, |sum, &b| sum << 8 | u64::from(b));
-        let value = match field.kind {
+        let value = match kind {
             Kind::Address => name(word(8)),
             Kind::F32 => f32::from_bits(word(4) as u32).to_string(),
+            Kind::F64 => f64::from_bits(word(8)).to_string(),
+            Kind::I32 => (word(4) as i32).to_string(),
             Kind::U32 => word(4).to_string(),
             Kind::U64 => word(8).to_string(),
         };
-        text.push(format!("{} {value}", field.name));
+        text.push(format!("{field} {value}"));
     }
     text.join(", ")
 }

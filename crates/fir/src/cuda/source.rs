@@ -3,11 +3,28 @@
 /// Files by their path under `kernels/`, which is their name in `#include <fir/…>`.
 pub(crate) const FILES: &[(&str, &str)] = &[
     ("activation.cuh", include_str!("../../kernels/activation.cuh")),
+    ("attention/append.cuh", include_str!("../../kernels/attention/append.cuh")),
+    ("attention/decode.cuh", include_str!("../../kernels/attention/decode.cuh")),
+    ("attention/levels.cuh", include_str!("../../kernels/attention/levels.cuh")),
+    ("attention/merge.cuh", include_str!("../../kernels/attention/merge.cuh")),
+    ("attention/number.cuh", include_str!("../../kernels/attention/number.cuh")),
+    ("attention/paged_kv.cuh", include_str!("../../kernels/attention/paged_kv.cuh")),
+    ("attention/plain.cuh", include_str!("../../kernels/attention/plain.cuh")),
+    ("attention/softmax.cuh", include_str!("../../kernels/attention/softmax.cuh")),
+    ("attention/state.cuh", include_str!("../../kernels/attention/state.cuh")),
+    ("attention/variant.cuh", include_str!("../../kernels/attention/variant.cuh")),
+    ("base/cp_async.cuh", include_str!("../../kernels/base/cp_async.cuh")),
+    ("base/fp4.cuh", include_str!("../../kernels/base/fp4.cuh")),
     ("base/math.cuh", include_str!("../../kernels/base/math.cuh")),
+    ("base/mma.cuh", include_str!("../../kernels/base/mma.cuh")),
     ("base/reduce.cuh", include_str!("../../kernels/base/reduce.cuh")),
     ("base/types.cuh", include_str!("../../kernels/base/types.cuh")),
     ("base/vec.cuh", include_str!("../../kernels/base/vec.cuh")),
     ("norm.cuh", include_str!("../../kernels/norm.cuh")),
+    ("page.cuh", include_str!("../../kernels/page.cuh")),
+    ("quantize.cuh", include_str!("../../kernels/quantize.cuh")),
+    ("rope.cuh", include_str!("../../kernels/rope.cuh")),
+    ("tokens.cuh", include_str!("../../kernels/tokens.cuh")),
 ];
 
 /// `file` and all that it includes, each once, in the order of [`FILES`].

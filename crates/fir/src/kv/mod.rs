@@ -4,6 +4,8 @@ mod page_table;
 mod paged;
 mod ragged;
 
+#[cfg(feature = "cuda")]
+pub(crate) use self::page_table::{Indices, OnDevice};
 pub(crate) use self::paged::NVFP4_BLOCK;
 
 pub use self::{

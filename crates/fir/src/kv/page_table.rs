@@ -2,21 +2,57 @@
 
 use std::borrow::Cow;
 
+#[cfg(feature = "cuda")]
+use std::sync::Arc;
+
 use crate::error::{Error, Result};
+#[cfg(feature = "cuda")]
+use crate::tensor::{Tensor, TensorRef};
 
 /// Pages of a batch of requests: request `r` holds `lens[r]` tokens in pages
 /// `indices[indptr[r]..indptr[r + 1]]`, in order.
 ///
 /// Made only by [`PageTable::new`] and [`PageTable::with_lens`], which check every page id in a used slot against
 /// the pool's size. Slots past a request's last token may hold anything: nobody reads them.
-#[derive(Clone, Debug, PartialEq, Eq)]
+///
+/// For a GPU it is copied there once per step by `to_device`; ids that a device made itself are taken by `on_device`.
+#[derive(Clone, Debug)]
 pub struct PageTable<'a> {
     indptr: Cow<'a, [i32]>,
+    /// Empty when they are on a device alone.
     indices: Cow<'a, [i32]>,
+    #[cfg(feature = "cuda")]
+    device: Option<OnDevice<'a>>,
     lens: Vec<u32>,
     page_size: usize,
     num_pages: usize,
 }
+
+/// A table on a device: offsets and page ids, i32.
+#[cfg(feature = "cuda")]
+#[derive(Clone, Debug)]
+pub(crate) struct OnDevice<'a> {
+    pub(crate) indptr: Arc<Tensor>,
+    pub(crate) indices: Indices<'a>,
+}
+
+/// Page ids on a device.
+#[cfg(feature = "cuda")]
+#[derive(Clone, Debug)]
+pub(crate) enum Indices<'a> {
+    Owned(Arc<Tensor>),
+    Borrowed(TensorRef<'a>),
+}
+
+/// Tables are equal when they name the same pages, wherever they are; ids on a device alone are not looked at.
+impl PartialEq for PageTable<'_> {
+    fn eq(&self, other: &Self) -> bool {
+        let key = |t: &Self| (t.page_size, t.num_pages);
+        (key(self), &self.indptr, &self.lens, &self.indices) == (key(other), &other.indptr, &other.lens, &other.indices)
+    }
+}
+
+impl Eq for PageTable<'_> {}
 
 const OP: &str = "PageTable";
 
@@ -66,23 +102,83 @@ impl<'a> PageTable<'a> {
     ) -> Result<Self> {
         let (indptr, indices) = (indptr.into(), indices.into());
         check_indptr(&indptr, indices.len(), page_size)?;
-        check_batch("lens", lens.len(), &indptr)?;
-        let mut checked = Vec::with_capacity(lens.len());
-        for (r, (pages, &len)) in indptr.windows(2).zip(lens).enumerate() {
-            let held = ((pages[1] - pages[0]) as usize).saturating_mul(page_size);
-            if len < 0 || len as usize > held {
-                return Err(Error::value(
-                    OP,
-                    "lens",
-                    format!("{len} at request {r}"),
-                    format!("0 to {held}, what its {} pages of {page_size} hold", pages[1] - pages[0]),
-                ));
-            }
-            checked.push(len as u32);
-        }
-        Self::checked(page_size, num_pages, indptr, indices, checked)
+        let lens = checked_lens(page_size, &indptr, lens)?;
+        Self::checked(page_size, num_pages, indptr, indices, lens)
     }
 
+    /// With page ids that are on a device already, together with a copy of `indptr`. Nobody looks at the ids before the
+    /// kernels do, which take those past the pool for its last page.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn with_device_ids(
+        page_size: usize,
+        num_pages: usize,
+        indptr: Vec<i32>,
+        device: OnDevice<'a>,
+        slots: usize,
+        lens: &[i32],
+    ) -> Result<Self> {
+        check_indptr(&indptr, slots, page_size)?;
+        let lens = checked_lens(page_size, &indptr, lens)?;
+        if num_pages == 0 && lens.iter().any(|&n| n > 0) {
+            return Err(Error::value(OP, "num_pages", 0, "more, as requests hold tokens"));
+        }
+        Ok(Self {
+            indptr: indptr.into(),
+            indices: Cow::Borrowed(&[]),
+            device: Some(device),
+            lens,
+            page_size,
+            num_pages,
+        })
+    }
+
+    /// The same table with its copy on a device.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn with_device(self, device: OnDevice<'a>) -> Self {
+        Self { device: Some(device), ..self }
+    }
+
+    /// Its copy on a device.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn device(&self) -> Option<&OnDevice<'a>> {
+        self.device.as_ref()
+    }
+
+    /// All slots; none when the page ids are on a device alone.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn indices(&self) -> &[i32] {
+        &self.indices
+    }
+
+    /// Refuses a table whose page ids only a device knows.
+    pub(crate) fn check_host(&self, op: &'static str) -> Result<()> {
+        let held = self.lens.iter().any(|&n| n > 0);
+        if held && self.indices.is_empty() {
+            return Err(Error::place(op, "page table", "a device's memory alone", "host memory"));
+        }
+        Ok(())
+    }
+}
+
+fn checked_lens(page_size: usize, indptr: &[i32], lens: &[i32]) -> Result<Vec<u32>> {
+    check_batch("lens", lens.len(), indptr)?;
+    let mut checked = Vec::with_capacity(lens.len());
+    for (r, (pages, &len)) in indptr.windows(2).zip(lens).enumerate() {
+        let held = ((pages[1] - pages[0]) as usize).saturating_mul(page_size);
+        if len < 0 || len as usize > held {
+            return Err(Error::value(
+                OP,
+                "lens",
+                format!("{len} at request {r}"),
+                format!("0 to {held}, what its {} pages of {page_size} hold", pages[1] - pages[0]),
+            ));
+        }
+        checked.push(len as u32);
+    }
+    Ok(checked)
+}
+
+impl<'a> PageTable<'a> {
     fn checked(
         page_size: usize,
         num_pages: usize,
@@ -103,7 +199,15 @@ impl<'a> PageTable<'a> {
                 }
             }
         }
-        Ok(Self { indptr, indices, lens, page_size, num_pages })
+        Ok(Self {
+            indptr,
+            indices,
+            #[cfg(feature = "cuda")]
+            device: None,
+            lens,
+            page_size,
+            num_pages,
+        })
     }
 
     /// Number of requests.
@@ -131,20 +235,21 @@ impl<'a> PageTable<'a> {
         &self.indptr
     }
 
-    /// Page ids of request `r` that hold tokens; none for a request that is not in the batch.
+    /// Page ids of request `r` that hold tokens; none for a request that is not in the batch, or if a device alone knows
+    /// them.
     pub fn pages(&self, r: usize) -> &[i32] {
-        if r >= self.batch() {
+        if r >= self.batch() || self.indices.is_empty() {
             return &[];
         }
         &self.indices[self.indptr[r] as usize..][..(self.lens[r] as usize).div_ceil(self.page_size)]
     }
 
-    /// Page and slot of token `pos` of request `r`; `None` past its end.
+    /// Page and slot of token `pos` of request `r`; `None` past its end, or if a device alone knows it.
     pub fn locate(&self, r: usize, pos: usize) -> Option<(usize, usize)> {
         if pos >= *self.lens.get(r)? as usize {
             return None;
         }
-        Some((self.indices[self.indptr[r] as usize + pos / self.page_size] as usize, pos % self.page_size))
+        Some((*self.indices.get(self.indptr[r] as usize + pos / self.page_size)? as usize, pos % self.page_size))
     }
 }
 

@@ -1,11 +1,15 @@
 //! Writing keys and values into a paged cache.
 //!
-//! [`Slots`] says where each token goes. Nothing is written unless every token has a place, and no two the same.
+//! [`Slots`] says where each token goes. On the CPU nothing is written unless every token has a place, and no two the same.
+//! What a device holds is not looked at before: there, tokens without a place are left out. [`Slots::Mapping`] is read where
+//! it is; a page table is copied to the device by each call.
 
-use super::rope::integers;
+use super::rope::{check_integers, integers};
 use crate::cpu;
 use crate::cpu::page::{Move, Target};
 use crate::cpu::rope::Tokens;
+#[cfg(feature = "cuda")]
+use crate::cuda;
 use crate::error::{Error, Result};
 use crate::exec::Exec;
 use crate::kv::{PageTable, PagedKvMut, PagedMlaMut, Ragged};
@@ -27,26 +31,51 @@ pub enum Slots<'a> {
     Mapping(TensorRef<'a>),
 }
 
-impl Slots<'_> {
+impl<'a> Slots<'a> {
+    /// Refuses what does not fit a cache, as far as shapes and types tell.
+    fn check(&self, op: &'static str, nnz: usize, pages: usize, page_size: usize) -> Result<()> {
+        match *self {
+            Self::Mapping(slots) => check_integers(op, "slots", slots, "nnz", nnz, "k"),
+            Self::Tokens { table, .. } if table.page_size() != page_size => {
+                let (arg, axis, got, first) = ("table", "page_size", table.page_size(), "cache");
+                Err(Error::Dim { op, arg, axis, got, first, want: page_size })
+            }
+            Self::Tokens { table, .. } if table.num_pages() > pages => {
+                let want = format!("at most the {pages} of `cache`");
+                Err(Error::value(op, "table.num_pages()", table.num_pages(), want))
+            }
+            Self::Tokens { batch_indices, positions, .. } => {
+                check_integers(op, "batch_indices", batch_indices, "nnz", nnz, "k")?;
+                check_integers(op, "positions", positions, "nnz", nnz, "k")
+            }
+        }
+    }
+
+    /// The slots as CUDA kernels take them.
+    #[cfg(feature = "cuda")]
+    pub(super) fn on_cuda(
+        self,
+        op: &'static str,
+        nnz: usize,
+        pages: usize,
+        page_size: usize,
+    ) -> Result<cuda::tokens::Pages<'a>> {
+        self.check(op, nnz, pages, page_size)?;
+        let slots = match self {
+            Self::Mapping(slots) => cuda::tokens::Slots::Mapping(slots),
+            Self::Tokens { table, batch_indices: requests, positions } => {
+                cuda::tokens::Slots::Tokens { table, requests, positions }
+            }
+        };
+        Ok(cuda::tokens::Pages { slots, pages, page_size })
+    }
+
     /// The moves, sorted by slot; each slot is in the cache and named once.
     pub(super) fn moves(&self, op: &'static str, nnz: usize, pages: usize, page_size: usize) -> Result<Vec<Move>> {
+        self.check(op, nnz, pages, page_size)?;
         let mut moves = Vec::new();
         match *self {
             Self::Tokens { table, batch_indices, positions } => {
-                if table.page_size() != page_size {
-                    return Err(Error::Dim {
-                        op,
-                        arg: "table",
-                        axis: "page_size",
-                        got: table.page_size(),
-                        first: "cache",
-                        want: page_size,
-                    });
-                }
-                if table.num_pages() > pages {
-                    let want = format!("at most the {pages} of `cache`");
-                    return Err(Error::value(op, "table.num_pages()", table.num_pages(), want));
-                }
                 let batch_indices = integers(op, "batch_indices", batch_indices, "nnz", nnz, "k")?;
                 let positions = integers(op, "positions", positions, "nnz", nnz, "k")?;
                 for (token, (&request, &position)) in batch_indices.iter().zip(&positions).enumerate() {
@@ -109,11 +138,8 @@ pub fn append_paged_kv(
     for (arg, t) in [("k", &k), ("v", &v)] {
         check_rows(OP, arg, t)?;
     }
-    let moves = slots.moves(OP, dims.get("nnz"), cache.k.shape()[0], cache.k.shape()[1])?;
-    let [to_k, to_v] = targets(cache);
-    let cpu = exec.cpu_only(OP)?;
-    cpu::page::append(cpu, OP, Tokens::plain(OP, "k", k)?, &moves, to_k)?;
-    cpu::page::append(cpu, OP, Tokens::plain(OP, "v", v)?, &moves, to_v)
+    let (nnz, pages, page_size) = (dims.get("nnz"), cache.k.shape()[0], cache.k.shape()[1]);
+    append(exec, OP, nnz, slots, [pages, page_size], [("k", k), ("v", v)], targets(cache))
 }
 
 /// Writes new tokens into the cache of latent attention.
@@ -136,11 +162,49 @@ pub fn append_paged_mla(
     for (arg, t) in [("ckv", &ckv), ("kpe", &kpe)] {
         check_rows(OP, arg, t)?;
     }
-    let moves = slots.moves(OP, dims.get("nnz"), cache.ckv.shape()[0], cache.ckv.shape()[1])?;
-    let [to_ckv, to_kpe] = mla_targets(cache);
-    let cpu = exec.cpu_only(OP)?;
-    cpu::page::append(cpu, OP, Tokens::plain(OP, "ckv", ckv)?, &moves, to_ckv)?;
-    cpu::page::append(cpu, OP, Tokens::plain(OP, "kpe", kpe)?, &moves, to_kpe)
+    let (nnz, pages, page_size) = (dims.get("nnz"), cache.ckv.shape()[0], cache.ckv.shape()[1]);
+    append(exec, OP, nnz, slots, [pages, page_size], [("ckv", ckv), ("kpe", kpe)], mla_targets(cache))
+}
+
+/// Writes two tensors of tokens, which were checked, to their places.
+fn append(
+    exec: &Exec,
+    op: &'static str,
+    nnz: usize,
+    slots: Slots<'_>,
+    [pages, page_size]: [usize; 2],
+    from: [(&'static str, TensorRef<'_>); 2],
+    to: [Target<'_>; 2],
+) -> Result<()> {
+    match exec {
+        Exec::Cpu(cpu) => {
+            let moves = slots.moves(op, nnz, pages, page_size)?;
+            for ((arg, x), to) in from.into_iter().zip(to) {
+                cpu::page::append(cpu, op, Tokens::plain(op, arg, x)?, &moves, to)?;
+            }
+            Ok(())
+        }
+        #[cfg(feature = "cuda")]
+        Exec::Cuda(gpu) => {
+            let pages = slots.on_cuda(op, nnz, pages, page_size)?;
+            let streams = from.into_iter().zip(to).map(|(from, to)| to.stream(from, false, None)).collect();
+            cuda::tokens::run(gpu, op, nnz, None, Some(pages), streams)
+        }
+    }
+}
+
+#[cfg(feature = "cuda")]
+impl<'a> Target<'a> {
+    /// The stream of `from` into these pages.
+    pub(super) fn stream(
+        self,
+        from: (&'static str, TensorRef<'a>),
+        rotated: bool,
+        rest: Option<(&'static str, TensorRef<'a>)>,
+    ) -> cuda::tokens::Stream<'a> {
+        let Self { arg, data, block_scales, scale } = self;
+        cuda::tokens::Stream { from: Some(from), rotated, rest, to: (arg, data), paged: true, block_scales, scale }
+    }
 }
 
 /// Request and position of each appended token, from how many each request gets and how long it then is.
@@ -158,10 +222,20 @@ pub fn batch_indices_positions(
     positions: TensorMut<'_>,
 ) -> Result<()> {
     const OP: &str = "batch_indices_positions";
-    let seq_lens = integers(OP, "seq_lens", seq_lens, "batch", indptr.batch(), "indptr")?;
     let mut dims = Dims::of(OP);
     dims.axis("indptr", "nnz", indptr.rows())?;
     dims.bind("batch_indices", &batch_indices, &["nnz"])?.bind("positions", &positions, &["nnz"])?;
+    check_integers(OP, "seq_lens", seq_lens, "batch", indptr.batch(), "indptr")?;
+    check_i32(OP, "batch_indices", batch_indices.dtype())?;
+    check_i32(OP, "positions", positions.dtype())?;
+    match exec {
+        Exec::Cpu(_) => {}
+        #[cfg(feature = "cuda")]
+        Exec::Cuda(gpu) => {
+            return cuda::page::batch_indices_positions(gpu, OP, indptr, seq_lens, batch_indices, positions);
+        }
+    }
+    let seq_lens = integers(OP, "seq_lens", seq_lens, "batch", indptr.batch(), "indptr")?;
     for (r, (&len, &new)) in seq_lens.iter().zip(indptr.lens()).enumerate() {
         if len < i64::from(new) || len > i64::from(i32::MAX) {
             let want = format!("{new}, its new tokens, to 2^31 - 1");
@@ -172,7 +246,6 @@ pub fn batch_indices_positions(
         batch_indices.typed::<i32>(OP, "batch_indices")?.into_parts(),
         positions.typed::<i32>(OP, "positions")?.into_parts(),
     );
-    exec.cpu_only(OP)?;
     let mut slots = requests.1.offsets().zip(positions.1.offsets());
     for (r, (&len, &new)) in seq_lens.iter().zip(indptr.lens()).enumerate() {
         for (position, (i, j)) in (len - i64::from(new)..len).zip(slots.by_ref()) {
@@ -197,12 +270,18 @@ pub fn seq_lens(
     out: TensorMut<'_>,
 ) -> Result<()> {
     const OP: &str = "seq_lens";
-    let last = integers(OP, "last_page_len", last_page_len, "batch", indptr.batch(), "indptr")?;
+    check_integers(OP, "last_page_len", last_page_len, "batch", indptr.batch(), "indptr")?;
     let mut dims = Dims::of(OP);
     dims.axis("indptr", "batch", indptr.batch())?;
     dims.bind("out", &out, &["batch"])?;
+    check_i32(OP, "out", out.dtype())?;
+    match exec {
+        Exec::Cpu(_) => {}
+        #[cfg(feature = "cuda")]
+        Exec::Cuda(gpu) => return cuda::page::seq_lens(gpu, OP, indptr, last_page_len, page_size, out),
+    }
+    let last = integers(OP, "last_page_len", last_page_len, "batch", indptr.batch(), "indptr")?;
     let (out, layout) = out.typed::<i32>(OP, "out")?.into_parts();
-    exec.cpu_only(OP)?;
     for (r, (i, (&pages, &last))) in layout.offsets().zip(indptr.lens().iter().zip(&last)).enumerate() {
         if pages == 0 {
             out[i] = 0;
@@ -218,6 +297,13 @@ pub fn seq_lens(
         })?;
     }
     Ok(())
+}
+
+fn check_i32(op: &'static str, arg: &'static str, got: DType) -> Result<()> {
+    if got == DType::I32 {
+        return Ok(());
+    }
+    Err(Error::DType { op, arg, got: got.name(), want: "i32".into() })
 }
 
 /// A float type, and contiguous rows: checked for all tensors before the first is read.

@@ -17,6 +17,8 @@
 use crate::cpu;
 pub use crate::cpu::quantize::BitOrder;
 use crate::cpu::quantize::{Mxfp4, Mxfp8, Nvfp4};
+#[cfg(feature = "cuda")]
+use crate::cuda::quantize::{self as device, Format};
 use crate::error::{Error, Result};
 use crate::exec::Exec;
 use crate::kv::Ragged;
@@ -42,7 +44,11 @@ pub fn quantize_fp8(
     check_fp8(OP, &x, block, &out, &scales)?;
     check_type(OP, "x", x.dtype(), FLOAT)?;
     check_type(OP, "out", out.dtype(), FP8)?;
-    cpu::quantize::fp8(exec.cpu_only(OP)?, OP, x, block, out, scales)
+    match exec {
+        Exec::Cpu(cpu) => cpu::quantize::fp8(cpu, OP, x, block, out, scales),
+        #[cfg(feature = "cuda")]
+        Exec::Cuda(gpu) => device::fp8(gpu, OP, x, block, out, scales),
+    }
 }
 
 /// Rounds to fp8 by given scales; what is too large becomes the largest number.
@@ -61,7 +67,11 @@ pub fn quantize_fp8_with_scales(
     check_fp8(OP, &x, block, &out, &scales)?;
     check_type(OP, "x", x.dtype(), FLOAT)?;
     check_type(OP, "out", out.dtype(), FP8)?;
-    cpu::quantize::fp8_with_scales(exec.cpu_only(OP)?, OP, x, scales, block, out)
+    match exec {
+        Exec::Cpu(cpu) => cpu::quantize::fp8_with_scales(cpu, OP, x, scales, block, out),
+        #[cfg(feature = "cuda")]
+        Exec::Cuda(gpu) => device::scale_fp8(gpu, OP, true, x, scales, block, out),
+    }
 }
 
 /// The numbers that fp8 and its scales stand for.
@@ -82,7 +92,11 @@ pub fn dequantize_fp8(
     check_fp8(OP, &x, block, &out, &scales)?;
     check_type(OP, "x", x.dtype(), FP8)?;
     check_type(OP, "out", out.dtype(), FLOAT)?;
-    cpu::quantize::dequantize_fp8(exec.cpu_only(OP)?, OP, x, scales, block, out)
+    match exec {
+        Exec::Cpu(cpu) => cpu::quantize::dequantize_fp8(cpu, OP, x, scales, block, out),
+        #[cfg(feature = "cuda")]
+        Exec::Cuda(gpu) => device::scale_fp8(gpu, OP, false, x, scales, block, out),
+    }
 }
 
 /// Rounds to MXFP8: fp8 with a power of two for each 32 elements of a row.
@@ -97,11 +111,14 @@ pub fn quantize_mxfp8(exec: &Exec, x: TensorRef<'_>, out: TensorMut<'_>, scales:
     const OP: &str = "quantize_mxfp8";
     check_blocks(OP, MX, 1, ("x", &x), ("out", &out), &scales)?;
     check_type(OP, "scales", scales.dtype(), "e8m0")?;
-    let cpu = exec.cpu_only(OP)?;
-    match out.dtype() {
-        DType::E4M3 => cpu::quantize::blocks(cpu, OP, Mxfp8::<E4m3>::new(), x, out, scales),
-        DType::E5M2 => cpu::quantize::blocks(cpu, OP, Mxfp8::<E5m2>::new(), x, out, scales),
-        other => check_type(OP, "out", other, FP8),
+    check_type(OP, "out", out.dtype(), FP8)?;
+    match exec {
+        Exec::Cpu(cpu) if out.dtype() == DType::E4M3 => {
+            cpu::quantize::blocks(cpu, OP, Mxfp8::<E4m3>::new(), x, out, scales)
+        }
+        Exec::Cpu(cpu) => cpu::quantize::blocks(cpu, OP, Mxfp8::<E5m2>::new(), x, out, scales),
+        #[cfg(feature = "cuda")]
+        Exec::Cuda(gpu) => device::blocks(gpu, OP, Format::Mxfp8(out.dtype()), x, out, scales),
     }
 }
 
@@ -114,11 +131,14 @@ pub fn dequantize_mxfp8(exec: &Exec, x: TensorRef<'_>, scales: TensorRef<'_>, ou
     const OP: &str = "dequantize_mxfp8";
     check_blocks(OP, MX, 1, ("out", &out), ("x", &x), &scales)?;
     check_type(OP, "scales", scales.dtype(), "e8m0")?;
-    let cpu = exec.cpu_only(OP)?;
-    match x.dtype() {
-        DType::E4M3 => cpu::quantize::expand(cpu, OP, Mxfp8::<E4m3>::new(), x, scales, out),
-        DType::E5M2 => cpu::quantize::expand(cpu, OP, Mxfp8::<E5m2>::new(), x, scales, out),
-        other => check_type(OP, "x", other, FP8),
+    check_type(OP, "x", x.dtype(), FP8)?;
+    match exec {
+        Exec::Cpu(cpu) if x.dtype() == DType::E4M3 => {
+            cpu::quantize::expand(cpu, OP, Mxfp8::<E4m3>::new(), x, scales, out)
+        }
+        Exec::Cpu(cpu) => cpu::quantize::expand(cpu, OP, Mxfp8::<E5m2>::new(), x, scales, out),
+        #[cfg(feature = "cuda")]
+        Exec::Cuda(gpu) => device::expand(gpu, OP, Format::Mxfp8(x.dtype()), x, scales, out),
     }
 }
 
@@ -134,7 +154,11 @@ pub fn quantize_mxfp4(exec: &Exec, x: TensorRef<'_>, out: TensorMut<'_>, scales:
     check_blocks(OP, MX, 2, ("x", &x), ("out", &out), &scales)?;
     check_type(OP, "scales", scales.dtype(), "e8m0")?;
     check_type(OP, "out", out.dtype(), "e2m1x2")?;
-    cpu::quantize::blocks(exec.cpu_only(OP)?, OP, Mxfp4, x, out, scales)
+    match exec {
+        Exec::Cpu(cpu) => cpu::quantize::blocks(cpu, OP, Mxfp4, x, out, scales),
+        #[cfg(feature = "cuda")]
+        Exec::Cuda(gpu) => device::blocks(gpu, OP, Format::Mxfp4, x, out, scales),
+    }
 }
 
 /// The numbers that MXFP4 stands for.
@@ -147,7 +171,11 @@ pub fn dequantize_mxfp4(exec: &Exec, x: TensorRef<'_>, scales: TensorRef<'_>, ou
     check_blocks(OP, MX, 2, ("out", &out), ("x", &x), &scales)?;
     check_type(OP, "scales", scales.dtype(), "e8m0")?;
     check_type(OP, "x", x.dtype(), "e2m1x2")?;
-    cpu::quantize::expand(exec.cpu_only(OP)?, OP, Mxfp4, x, scales, out)
+    match exec {
+        Exec::Cpu(cpu) => cpu::quantize::expand(cpu, OP, Mxfp4, x, scales, out),
+        #[cfg(feature = "cuda")]
+        Exec::Cuda(gpu) => device::expand(gpu, OP, Format::Mxfp4, x, scales, out),
+    }
 }
 
 /// Rounds to NVFP4: fp4 with an e4m3 scale for each 16 elements of a row, and a scale for all.
@@ -169,7 +197,11 @@ pub fn quantize_nvfp4(
     const OP: &str = "quantize_nvfp4";
     check_blocks(OP, NV, 2, ("x", &x), ("out", &out), &scales)?;
     check_nvfp4(OP, ("out", out.dtype()), scales.dtype(), scale)?;
-    cpu::quantize::blocks(exec.cpu_only(OP)?, OP, Nvfp4 { scale }, x, out, scales)
+    match exec {
+        Exec::Cpu(cpu) => cpu::quantize::blocks(cpu, OP, Nvfp4 { scale }, x, out, scales),
+        #[cfg(feature = "cuda")]
+        Exec::Cuda(gpu) => device::blocks(gpu, OP, Format::Nvfp4(scale), x, out, scales),
+    }
 }
 
 /// The numbers that NVFP4 stands for.
@@ -187,7 +219,11 @@ pub fn dequantize_nvfp4(
     const OP: &str = "dequantize_nvfp4";
     check_blocks(OP, NV, 2, ("out", &out), ("x", &x), &scales)?;
     check_nvfp4(OP, ("x", x.dtype()), scales.dtype(), scale)?;
-    cpu::quantize::expand(exec.cpu_only(OP)?, OP, Nvfp4 { scale }, x, scales, out)
+    match exec {
+        Exec::Cpu(cpu) => cpu::quantize::expand(cpu, OP, Nvfp4 { scale }, x, scales, out),
+        #[cfg(feature = "cuda")]
+        Exec::Cuda(gpu) => device::expand(gpu, OP, Format::Nvfp4(scale), x, scales, out),
+    }
 }
 
 /// The scale with which the largest magnitude of `x` is just stored by [`quantize_nvfp4`].
@@ -199,7 +235,11 @@ pub fn nvfp4_scale(exec: &Exec, x: TensorRef<'_>) -> Result<f32> {
     const OP: &str = "nvfp4_scale";
     check_type(OP, "x", x.dtype(), FLOAT)?;
     x.layout().check_listed(OP, "x")?;
-    cpu::quantize::nvfp4_scale(exec.cpu_only(OP)?, OP, x)
+    match exec {
+        Exec::Cpu(cpu) => cpu::quantize::nvfp4_scale(cpu, OP, x),
+        #[cfg(feature = "cuda")]
+        Exec::Cuda(gpu) => device::nvfp4_scale(gpu, OP, x),
+    }
 }
 
 /// Packs truth values, eight to a byte; the last byte is filled up with zeros.
@@ -213,8 +253,11 @@ pub fn packbits(exec: &Exec, x: TensorRef<'_>, order: BitOrder, out: TensorMut<'
     let mut dims = Dims::of(OP);
     dims.bind("x", &x, &["n"])?;
     dims.axis("x", "⌈n / 8⌉", dims.get("n").div_ceil(8))?.bind("out", &out, &["⌈n / 8⌉"])?;
-    let segments = [(0, dims.get("n"))];
-    cpu::quantize::packbits(exec.cpu_only(OP)?, OP, x, &segments, order, out)
+    match exec {
+        Exec::Cpu(cpu) => cpu::quantize::packbits(cpu, OP, x, &[(0, dims.get("n"))], order, out),
+        #[cfg(feature = "cuda")]
+        Exec::Cuda(gpu) => device::packbits(gpu, OP, x, None, order == BitOrder::Big, out),
+    }
 }
 
 /// [`packbits`] of every segment on its own, each beginning with a new byte.
@@ -234,9 +277,19 @@ pub fn segment_packbits(
     const OP: &str = "segment_packbits";
     let mut dims = Dims::of(OP);
     dims.axis("indptr", "n", indptr.rows())?.bind("x", &x, &["n"])?;
-    dims.axis("indptr", "bytes", packed_indptr(indptr)?.rows())?.bind("out", &out, &["bytes"])?;
-    let segments: Vec<_> = indptr.indptr().windows(2).map(|w| (w[0] as usize, w[1] as usize)).collect();
-    cpu::quantize::packbits(exec.cpu_only(OP)?, OP, x, &segments, order, out)
+    let packed = packed_indptr(indptr)?;
+    dims.axis("indptr", "bytes", packed.rows())?.bind("out", &out, &["bytes"])?;
+    match exec {
+        Exec::Cpu(cpu) => {
+            let segments: Vec<_> = indptr.indptr().windows(2).map(|w| (w[0] as usize, w[1] as usize)).collect();
+            cpu::quantize::packbits(cpu, OP, x, &segments, order, out)
+        }
+        #[cfg(feature = "cuda")]
+        Exec::Cuda(gpu) => {
+            let segments = Some((indptr.indptr(), packed.indptr()));
+            device::packbits(gpu, OP, x, segments, order == BitOrder::Big, out)
+        }
+    }
 }
 
 /// Offsets of the bytes that [`segment_packbits`] writes for segments of bits.

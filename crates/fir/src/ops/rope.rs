@@ -6,6 +6,8 @@
 use super::page::{Slots, bind_cache, bind_mla, check_last_axis, check_rows, mla_targets, targets};
 use crate::cpu;
 use crate::cpu::rope::Tokens;
+#[cfg(feature = "cuda")]
+use crate::cuda;
 use crate::error::{Error, Result};
 use crate::exec::{Cpu, Exec};
 use crate::kv::{PagedKvMut, PagedMlaMut, Ragged};
@@ -73,9 +75,20 @@ pub fn apply_rope<'a>(
             return Err(Error::DType { op: OP, arg, got: dtype.name(), want: format!("{} as `q`", q.dtype()) });
         }
     }
-    let positions = resolve(OP, positions, dims.get("nnz"))?;
-    let angles = prepare(OP, &angles.into(), dims.get("head_dim"), &positions)?;
-    cpu::rope::rotate(exec.cpu_only(OP)?, OP, Some((q, k)), &positions, &angles, q_out, k_out)
+    let (nnz, head_dim, angles) = (dims.get("nnz"), dims.get("head_dim"), angles.into());
+    match exec {
+        Exec::Cpu(cpu) => {
+            let positions = resolve(OP, positions, nnz)?;
+            let angles = prepare(OP, &angles, head_dim, &positions)?;
+            cpu::rope::rotate(cpu, OP, Some((q, k)), &positions, &angles, q_out, k_out)
+        }
+        #[cfg(feature = "cuda")]
+        Exec::Cuda(gpu) => {
+            let rotation = on_cuda(OP, positions, nnz, &angles, head_dim)?;
+            let streams = vec![stream(("q", q), ("q_out", q_out), 1.0), stream(("k", k), ("k_out", k_out), 1.0)];
+            cuda::tokens::run(gpu, OP, nnz, Some(rotation), None, streams)
+        }
+    }
 }
 
 /// As [`apply_rope`], with the result in the place of `q` and `k`.
@@ -95,9 +108,28 @@ pub fn apply_rope_in_place<'a>(
     if k.dtype() != q.dtype() {
         return Err(Error::DType { op: OP, arg: "k", got: k.dtype().name(), want: format!("{} as `q`", q.dtype()) });
     }
-    let positions = resolve(OP, positions, dims.get("nnz"))?;
-    let angles = prepare(OP, &angles.into(), dims.get("head_dim"), &positions)?;
-    cpu::rope::rotate(exec.cpu_only(OP)?, OP, None, &positions, &angles, q, k)
+    let (nnz, head_dim, angles) = (dims.get("nnz"), dims.get("head_dim"), angles.into());
+    match exec {
+        Exec::Cpu(cpu) => {
+            let positions = resolve(OP, positions, nnz)?;
+            let angles = prepare(OP, &angles, head_dim, &positions)?;
+            cpu::rope::rotate(cpu, OP, None, &positions, &angles, q, k)
+        }
+        #[cfg(feature = "cuda")]
+        Exec::Cuda(gpu) => {
+            let rotation = on_cuda(OP, positions, nnz, &angles, head_dim)?;
+            let streams = [("q", q), ("k", k)].map(|to| cuda::tokens::Stream {
+                from: None,
+                rotated: true,
+                rest: None,
+                to,
+                paged: false,
+                block_scales: None,
+                scale: 1.0,
+            });
+            cuda::tokens::run(gpu, OP, nnz, Some(rotation), None, streams.into())
+        }
+    }
 }
 
 /// Fills the table that [`Angles::Cache`] takes.
@@ -113,7 +145,11 @@ pub fn cos_sin_cache(exec: &Exec, rope: &Rope, out: TensorMut<'_>) -> Result<()>
     if rotary_dim(OP, rope, dim)? != dim {
         return Err(Error::value(OP, "rope.rotary_dim", format!("{:?}", rope.rotary_dim), format!("{dim} as `out`")));
     }
-    cpu::rope::cos_sin_cache(exec.cpu_only(OP)?, OP, &frequencies(rope, dim), out)
+    match exec {
+        Exec::Cpu(cpu) => cpu::rope::cos_sin_cache(cpu, OP, &frequencies(rope, dim), out),
+        #[cfg(feature = "cuda")]
+        Exec::Cuda(gpu) => cuda::rope::cos_sin_cache(gpu, OP, &frequencies(rope, dim), out),
+    }
 }
 
 /// Queries or keys that are rotated, in whole or in part, and divided by a scale, with where they go.
@@ -174,11 +210,21 @@ pub fn rope_quantize<'a>(
     let mut dims = Dims::of(OP);
     check_roped(OP, &mut dims, &q, &Q)?;
     check_roped(OP, &mut dims, &k, &K)?;
-    let positions = resolve(OP, positions, dims.get("nnz"))?;
-    let angles = prepare(OP, &angles.into(), dims.get("rope_dim"), &positions)?;
-    let cpu = exec.cpu_only(OP)?;
-    quantize(cpu, OP, q, &Q, &positions, &angles)?;
-    quantize(cpu, OP, k, &K, &positions, &angles)
+    let (nnz, rope_dim, angles) = (dims.get("nnz"), dims.get("rope_dim"), angles.into());
+    match exec {
+        Exec::Cpu(cpu) => {
+            let positions = resolve(OP, positions, nnz)?;
+            let angles = prepare(OP, &angles, rope_dim, &positions)?;
+            quantize(cpu, OP, q, &Q, &positions, &angles)?;
+            quantize(cpu, OP, k, &K, &positions, &angles)
+        }
+        #[cfg(feature = "cuda")]
+        Exec::Cuda(gpu) => {
+            let rotation = on_cuda(OP, positions, nnz, &angles, rope_dim)?;
+            let streams = streams(q, &Q).chain(streams(k, &K)).collect();
+            cuda::tokens::run(gpu, OP, nnz, Some(rotation), None, streams)
+        }
+    }
 }
 
 /// As [`rope_quantize`], with keys and values going into their pages.
@@ -212,19 +258,32 @@ pub fn rope_quantize_append_paged_kv<'a>(
     let head_dim = dims.get("rope_dim").saturating_add(dims.get("nope_dim"));
     dims.axis("kv.rope and kv.nope", "head_dim_qk", head_dim)?;
     bind_cache(&mut dims, &cache)?;
-    let moves = slots.moves(OP, dims.get("nnz"), cache.k.shape()[0], cache.k.shape()[1])?;
-    let positions = resolve(OP, positions, dims.get("nnz"))?;
-    let angles = prepare(OP, &angles.into(), dims.get("rope_dim"), &positions)?;
+    let (nnz, rope_dim, angles) = (dims.get("nnz"), dims.get("rope_dim"), angles.into());
+    let (pages, page_size) = (cache.k.shape()[0], cache.k.shape()[1]);
     let [to_k, to_v] = targets(cache);
-    let cpu = exec.cpu_only(OP)?;
-    quantize(cpu, OP, q, &Q, &positions, &angles)?;
-    let k = Tokens::plain(OP, "kv.rope", rope)?.rotated(&angles, &positions);
-    let k = match nope {
-        Some(nope) => k.followed_by(OP, "kv.nope", nope)?,
-        None => k,
-    };
-    cpu::page::append(cpu, OP, k, &moves, to_k)?;
-    cpu::page::append(cpu, OP, Tokens::plain(OP, "kv.v", v)?, &moves, to_v)
+    match exec {
+        Exec::Cpu(cpu) => {
+            let moves = slots.moves(OP, nnz, pages, page_size)?;
+            let positions = resolve(OP, positions, nnz)?;
+            let angles = prepare(OP, &angles, rope_dim, &positions)?;
+            quantize(cpu, OP, q, &Q, &positions, &angles)?;
+            let k = Tokens::plain(OP, "kv.rope", rope)?.rotated(&angles, &positions);
+            let k = match nope {
+                Some(nope) => k.followed_by(OP, "kv.nope", nope)?,
+                None => k,
+            };
+            cpu::page::append(cpu, OP, k, &moves, to_k)?;
+            cpu::page::append(cpu, OP, Tokens::plain(OP, "kv.v", v)?, &moves, to_v)
+        }
+        #[cfg(feature = "cuda")]
+        Exec::Cuda(gpu) => {
+            let rotation = on_cuda(OP, positions, nnz, &angles, rope_dim)?;
+            let pages = slots.on_cuda(OP, nnz, pages, page_size)?;
+            let k = to_k.stream(("kv.rope", rope), true, nope.map(|nope| ("kv.nope", nope)));
+            let v = to_v.stream(("kv.v", v), false, None);
+            cuda::tokens::run(gpu, OP, nnz, Some(rotation), Some(pages), streams(q, &Q).chain([k, v]).collect())
+        }
+    }
 }
 
 /// As [`rope_quantize`], with the latent vector and its rotary part going into their pages.
@@ -248,15 +307,28 @@ pub fn rope_quantize_append_paged_mla<'a>(
     check_rows(OP, "kv.ckv", &ckv)?;
     dims.axis("kv.kpe", "head_dim_kpe", kpe.shape()[1])?;
     bind_mla(&mut dims, &cache)?;
-    let moves = slots.moves(OP, dims.get("nnz"), cache.ckv.shape()[0], cache.ckv.shape()[1])?;
-    let positions = resolve(OP, positions, dims.get("nnz"))?;
-    let angles = prepare(OP, &angles.into(), dims.get("rope_dim"), &positions)?;
+    let (nnz, rope_dim, angles) = (dims.get("nnz"), dims.get("rope_dim"), angles.into());
+    let (pages, page_size) = (cache.ckv.shape()[0], cache.ckv.shape()[1]);
     let [to_ckv, to_kpe] = mla_targets(cache);
-    let cpu = exec.cpu_only(OP)?;
-    quantize(cpu, OP, q, &Q, &positions, &angles)?;
-    let kpe = Tokens::plain(OP, "kv.kpe", kpe)?.rotated(&angles, &positions);
-    cpu::page::append(cpu, OP, kpe, &moves, to_kpe)?;
-    cpu::page::append(cpu, OP, Tokens::plain(OP, "kv.ckv", ckv)?, &moves, to_ckv)
+    match exec {
+        Exec::Cpu(cpu) => {
+            let moves = slots.moves(OP, nnz, pages, page_size)?;
+            let positions = resolve(OP, positions, nnz)?;
+            let angles = prepare(OP, &angles, rope_dim, &positions)?;
+            quantize(cpu, OP, q, &Q, &positions, &angles)?;
+            let kpe = Tokens::plain(OP, "kv.kpe", kpe)?.rotated(&angles, &positions);
+            cpu::page::append(cpu, OP, kpe, &moves, to_kpe)?;
+            cpu::page::append(cpu, OP, Tokens::plain(OP, "kv.ckv", ckv)?, &moves, to_ckv)
+        }
+        #[cfg(feature = "cuda")]
+        Exec::Cuda(gpu) => {
+            let rotation = on_cuda(OP, positions, nnz, &angles, rope_dim)?;
+            let pages = slots.on_cuda(OP, nnz, pages, page_size)?;
+            let kpe = to_kpe.stream(("kv.kpe", kpe), true, None);
+            let ckv = to_ckv.stream(("kv.ckv", ckv), false, None);
+            cuda::tokens::run(gpu, OP, nnz, Some(rotation), Some(pages), streams(q, &Q).chain([kpe, ckv]).collect())
+        }
+    }
 }
 
 /// Names of a [`Roped`]'s tensors, and of its axes of heads and of the rest.
@@ -327,6 +399,55 @@ fn quantize(
     Ok(())
 }
 
+/// As [`quantize`], for CUDA.
+#[cfg(feature = "cuda")]
+fn streams<'a>(x: Roped<'a>, names: &Names) -> impl Iterator<Item = cuda::tokens::Stream<'a>> {
+    let Roped { rope, rope_out, nope, scale } = x;
+    let [arg, arg_out] = names.rope;
+    let rotated = stream((arg, rope), (arg_out, rope_out), scale);
+    let [arg, arg_out] = names.nope;
+    let nope = nope.map(|(x, out)| cuda::tokens::Stream { rotated: false, ..stream((arg, x), (arg_out, out), scale) });
+    [rotated].into_iter().chain(nope)
+}
+
+/// Rows that are rotated into rows.
+#[cfg(feature = "cuda")]
+fn stream<'a>(
+    from: (&'static str, TensorRef<'a>),
+    to: (&'static str, TensorMut<'a>),
+    scale: f32,
+) -> cuda::tokens::Stream<'a> {
+    cuda::tokens::Stream { from: Some(from), rotated: true, rest: None, to, paged: false, block_scales: None, scale }
+}
+
+/// Positions and angles as CUDA kernels take them. What a device holds is not looked at: a position outside of a table makes
+/// NaN.
+#[cfg(feature = "cuda")]
+fn on_cuda<'a>(
+    op: &'static str,
+    positions: Positions<'a>,
+    nnz: usize,
+    angles: &Angles<'a>,
+    head_dim: usize,
+) -> Result<cuda::tokens::Rotation<'a>> {
+    check_positions(op, positions, nnz)?;
+    let positions = match positions {
+        Positions::Ids(ids) => cuda::tokens::Positions::Ids(ids),
+        Positions::Ragged { indptr, offsets } => cuda::tokens::Positions::Ragged { indptr, offsets },
+    };
+    Ok(match *angles {
+        Angles::Rope(rope) => {
+            rotary_dim(op, &rope, head_dim)?;
+            let angles = cuda::tokens::Angles::Formula(frequencies(&rope, head_dim));
+            cuda::tokens::Rotation { positions, angles, interleave: rope.interleave }
+        }
+        Angles::Cache { table, interleave } => {
+            check_table(op, table, head_dim)?;
+            cuda::tokens::Rotation { positions, angles: cuda::tokens::Angles::Table(table), interleave }
+        }
+    })
+}
+
 /// How many elements of a head rotate.
 pub(super) fn rotary_dim(op: &'static str, rope: &Rope, head_dim: usize) -> Result<usize> {
     if let Some((field, got, want)) = rope.fault() {
@@ -355,13 +476,7 @@ pub(super) fn prepare<'a>(
             Ok(cpu::rope::Angles::formula(frequencies(&rope, head_dim), rope.interleave))
         }
         Angles::Cache { table, interleave } => {
-            let mut dims = Dims::of(op);
-            dims.bind("table", &table, &["max_position", "rotary_dim"])?;
-            let (rows, dim) = (dims.get("max_position"), dims.get("rotary_dim"));
-            if dim == 0 || dim % 2 != 0 || dim > head_dim {
-                let want = format!("an even number from 2 to head_dim={head_dim}");
-                return Err(Error::value(op, "table", format!("rotary_dim={dim}"), want));
-            }
+            let rows = check_table(op, table, head_dim)?;
             if let Some(t) = positions.iter().position(|&p| p < 0 || p as u64 >= rows as u64) {
                 let got = format!("{} at token {t}", positions[t]);
                 return Err(Error::value(
@@ -376,15 +491,37 @@ pub(super) fn prepare<'a>(
     }
 }
 
+/// The positions that a table has rows for.
+fn check_table(op: &'static str, table: TensorRef<'_>, head_dim: usize) -> Result<usize> {
+    let mut dims = Dims::of(op);
+    dims.bind("table", &table, &["max_position", "rotary_dim"])?;
+    let dim = dims.get("rotary_dim");
+    if dim == 0 || dim % 2 != 0 || dim > head_dim {
+        let want = format!("an even number from 2 to head_dim={head_dim}");
+        return Err(Error::value(op, "table", format!("rotary_dim={dim}"), want));
+    }
+    Ok(dims.get("max_position"))
+}
+
+fn check_positions(op: &'static str, positions: Positions<'_>, nnz: usize) -> Result<()> {
+    match positions {
+        Positions::Ids(ids) => check_integers(op, "positions", ids, "nnz", nnz, "q"),
+        Positions::Ragged { indptr, .. } if indptr.rows() != nnz => {
+            Err(Error::Dim { op, arg: "indptr", axis: "nnz", got: indptr.rows(), first: "q", want: nnz })
+        }
+        Positions::Ragged { indptr, offsets } => {
+            check_integers(op, "offsets", offsets, "batch", indptr.batch(), "indptr")
+        }
+    }
+}
+
 /// The position of each of `nnz` tokens.
 pub(super) fn resolve(op: &'static str, positions: Positions<'_>, nnz: usize) -> Result<Vec<i64>> {
+    check_positions(op, positions, nnz)?;
     match positions {
         Positions::Ids(ids) => integers(op, "positions", ids, "nnz", nnz, "q"),
         Positions::Ragged { indptr, offsets } => {
             let offsets = integers(op, "offsets", offsets, "batch", indptr.batch(), "indptr")?;
-            if indptr.rows() != nnz {
-                return Err(Error::Dim { op, arg: "indptr", axis: "nnz", got: indptr.rows(), first: "q", want: nnz });
-            }
             let mut out = Vec::with_capacity(nnz);
             for (r, (&first, &len)) in offsets.iter().zip(indptr.lens()).enumerate() {
                 let end = first.checked_add(i64::from(len)).ok_or_else(|| {
@@ -397,6 +534,27 @@ pub(super) fn resolve(op: &'static str, positions: Positions<'_>, nnz: usize) ->
     }
 }
 
+/// Refuses what is no vector of `want` i32 or i64.
+pub(super) fn check_integers(
+    op: &'static str,
+    arg: &'static str,
+    x: TensorRef<'_>,
+    axis: &'static str,
+    want: usize,
+    first: &'static str,
+) -> Result<()> {
+    let &[got] = x.shape() else {
+        return Err(Error::Rank { op, arg, got: x.shape().len(), want: 1, axes: format!("[{axis}]") });
+    };
+    if got != want {
+        return Err(Error::Dim { op, arg, axis, got, first, want });
+    }
+    match x.dtype() {
+        DType::I32 | DType::I64 => Ok(()),
+        other => Err(Error::DType { op, arg, got: other.name(), want: "i32 or i64".into() }),
+    }
+}
+
 /// The values of an i32 or i64 vector that has `want` of them.
 pub(super) fn integers(
     op: &'static str,
@@ -406,22 +564,12 @@ pub(super) fn integers(
     want: usize,
     first: &'static str,
 ) -> Result<Vec<i64>> {
-    let &[got] = x.shape() else {
-        return Err(Error::Rank { op, arg, got: x.shape().len(), want: 1, axes: format!("[{axis}]") });
-    };
-    if got != want {
-        return Err(Error::Dim { op, arg, axis, got, first, want });
-    }
+    check_integers(op, arg, x, axis, want, first)?;
     x.layout().check_listed(op, arg)?;
-    match x.dtype() {
-        DType::I32 => {
-            let x = x.typed::<i32>(op, arg)?;
-            Ok(x.layout().offsets().map(|i| i64::from(x.data()[i])).collect())
-        }
-        DType::I64 => {
-            let x = x.typed::<i64>(op, arg)?;
-            Ok(x.layout().offsets().map(|i| x.data()[i]).collect())
-        }
-        other => Err(Error::DType { op, arg, got: other.name(), want: "i32 or i64".into() }),
+    if x.dtype() == DType::I32 {
+        let x = x.typed::<i32>(op, arg)?;
+        return Ok(x.layout().offsets().map(|i| i64::from(x.data()[i])).collect());
     }
+    let x = x.typed::<i64>(op, arg)?;
+    Ok(x.layout().offsets().map(|i| x.data()[i]).collect())
 }

@@ -3,8 +3,10 @@
 mod schedule;
 mod workspace;
 
+#[cfg(feature = "cuda")]
+pub(crate) use self::workspace::DeviceSizes;
 pub(crate) use self::{
-    schedule::{Cut, Entry},
+    schedule::{Cut, Entry, Token},
     workspace::Tile,
 };
 pub use self::{

@@ -35,6 +35,26 @@ pub(crate) struct Entry {
     pub kv_end: u32,
 }
 
+/// Of which request a query token is, and where in it. Lengths are of the whole request, cascade levels together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C)]
+pub(crate) struct Token {
+    pub batch: i32,
+    pub q_idx: i32,
+    pub q_len: i32,
+    pub kv_len: i32,
+}
+
+impl Token {
+    /// Adds the query tokens of a batch, request after request.
+    pub(crate) fn list(q_lens: &[u32], kv_lens: &[u32], tokens: &mut Vec<Self>) {
+        for (r, (&q_len, &kv_len)) in q_lens.iter().zip(kv_lens).enumerate() {
+            let token = Self { batch: r as i32, q_idx: 0, q_len: q_len as i32, kv_len: kv_len as i32 };
+            tokens.extend((0..q_len as i32).map(|q_idx| Self { q_idx, ..token }));
+        }
+    }
+}
+
 /// How to cut: everything a schedule depends on besides the entries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Cut {

@@ -34,7 +34,7 @@ fn write_source(out: &mut String, v: &Variant) -> std::fmt::Result {
             ParamType::I32 => "int",
             ParamType::F32Tensor | ParamType::PerHead => "struct { const float* data; int len; }",
             ParamType::I32Tensor => "struct { const int* data; int len; }",
-            ParamType::Bits => "struct { const unsigned char* data; const int* indptr; int batch; }",
+            ParamType::Bits => "struct { const unsigned char* data; const int* indptr; int batch, len; }",
         };
         writeln!(out, "  {field} {param};")?;
     }
@@ -107,12 +107,12 @@ fn write_helpers(out: &mut String, v: &Variant) -> std::fmt::Result {
     if has(|n| matches!(n, Op::Bit(..))) {
         writeln!(
             out,
-            "{HEAD} bool bit(const unsigned char* data, const int* indptr, int requests, int batch, int row, int col,\n\
+            "{HEAD} bool bit(const unsigned char* data, int len, const int* indptr, int requests, int batch, int row, int col,\n\
             \x20                                            int stride) {{\n    \
              if (batch < 0 || batch >= requests) return false;\n    \
-             const long long i = (long long)row * stride + col;\n    \
-             if (i < 0 || (i >> 3) >= indptr[batch + 1] - indptr[batch]) return false;\n    \
-             return (data[indptr[batch] + (i >> 3)] >> (i & 7)) & 1;\n  }}"
+             const long long i = (long long)row * stride + col, start = indptr[batch], byte = start + (i >> 3);\n    \
+             if (i < 0 || start < 0 || byte >= indptr[batch + 1] || byte >= len) return false;\n    \
+             return (data[byte] >> (i & 7)) & 1;\n  }}"
         )?;
     }
     if has(|n| matches!(n, Op::Binary(Binary::DivI, ..))) {
@@ -244,7 +244,7 @@ fn expression(v: &Variant, id: Id, text: &[String]) -> String {
         Op::Param(p) => format!("p.{}", param(p)),
         Op::At(p, i) => format!("at(p.{0}.data, p.{0}.len, {1})", param(p), bare(at(i))),
         Op::Bit(p, [r, c, s]) => format!(
-            "bit(p.{0}.data, p.{0}.indptr, p.{0}.batch, batch, {1}, {2}, {3})",
+            "bit(p.{0}.data, p.{0}.len, p.{0}.indptr, p.{0}.batch, batch, {1}, {2}, {3})",
             param(p),
             bare(at(r)),
             bare(at(c)),

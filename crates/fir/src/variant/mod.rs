@@ -20,6 +20,8 @@ pub use self::library::{
     alibi, causal, custom_mask, multi_item, rope_llama, rope_llama31, sigmoid, sink, sliding_window, soft_cap,
     standard, tree_mask,
 };
+#[cfg(feature = "cuda")]
+pub(crate) use self::params::Value;
 pub use self::params::{Bound, ParamType, Params};
 pub use self::rope::{Llama31, Rope};
 pub use self::spec::{

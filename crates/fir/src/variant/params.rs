@@ -1,7 +1,7 @@
 //! Parameters: their types belong to the variant, their values to the call.
 
 use crate::error::{Error, Result};
-use crate::tensor::{DType, TensorRef};
+use crate::tensor::{DType, Place, TensorRef};
 
 use super::spec::Variant;
 
@@ -58,6 +58,7 @@ pub(crate) enum Value<'a> {
     I32s(&'a [i32]),
     Tensor(TensorRef<'a>),
     Bits { bytes: &'a [u8], indptr: &'a [i32] },
+    BitTensors { bytes: TensorRef<'a>, indptr: TensorRef<'a> },
 }
 
 impl std::fmt::Display for Value<'_> {
@@ -69,6 +70,9 @@ impl std::fmt::Display for Value<'_> {
             Self::I32s(x) => write!(f, "i32 tensor [{}]", x.len()),
             Self::Tensor(t) => write!(f, "{} tensor {:?} with strides {:?}", t.dtype(), t.shape(), t.strides()),
             Self::Bits { bytes, indptr } => write!(f, "bits of {} bytes, indptr [{}]", bytes.len(), indptr.len()),
+            Self::BitTensors { bytes: b, indptr: i } => {
+                write!(f, "bits in {} tensor {:?}, indptr {} {:?}", b.dtype(), b.shape(), i.dtype(), i.shape())
+            }
         }
     }
 }
@@ -104,7 +108,7 @@ impl<'a> Params<'a> {
         self.with(name, Value::I32s(values))
     }
 
-    /// A contiguous tensor of one axis, f32 or i32.
+    /// A contiguous tensor of one axis, f32 or i32, where the executor's tensors are.
     pub fn tensor(self, name: &str, values: TensorRef<'a>) -> Self {
         self.with(name, Value::Tensor(values))
     }
@@ -113,12 +117,26 @@ impl<'a> Params<'a> {
     pub fn bits(self, name: &str, bytes: &'a [u8], indptr: &'a [i32]) -> Self {
         self.with(name, Value::Bits { bytes, indptr })
     }
+
+    /// [`Self::bits`] in tensors, contiguous u8 and i32. On a device nobody looks at `indptr` before the kernels do: bits of
+    /// a segment that does not lie inside of the bytes are 0.
+    pub fn bits_tensors(self, name: &str, bytes: TensorRef<'a>, indptr: TensorRef<'a>) -> Self {
+        self.with(name, Value::BitTensors { bytes, indptr })
+    }
 }
 
 /// The values of one variant's parameters, checked and in the variant's order.
 #[derive(Clone, Debug)]
 pub struct Bound<'a> {
     pub(super) slots: Vec<Value<'a>>,
+}
+
+impl<'a> Bound<'a> {
+    /// The values, in the order of the variant's parameters.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn values(&self) -> &[Value<'a>] {
+        &self.slots
+    }
 }
 
 impl Bound<'_> {
@@ -192,6 +210,17 @@ impl Variant {
     /// Tensors have at least one element, a value per head has `num_qo_heads`, the `indptr` of bits has `batch + 1`
     /// entries that do not decrease and stay inside the bytes, and numbers are not NaN.
     pub fn bind<'a>(&self, params: &Params<'a>, num_qo_heads: usize, batch: usize) -> Result<Bound<'a>> {
+        self.bind_at(Place::Host, params, num_qo_heads, batch)
+    }
+
+    /// [`Self::bind`] for kernels that also read tensors at `place`. Only what the host can see of those is checked.
+    pub(crate) fn bind_at<'a>(
+        &self,
+        place: Place,
+        params: &Params<'a>,
+        num_qo_heads: usize,
+        batch: usize,
+    ) -> Result<Bound<'a>> {
         let refuse = |name: &str, got: String, want: String| Error::Variant {
             variant: self.name().into(),
             what: format!("parameter `{name}`"),
@@ -213,21 +242,54 @@ impl Variant {
             let Some(&(_, value)) = params.values.iter().find(|(n, _)| n == name) else {
                 return Err(refuse(name, "no value".into(), ty.to_string()));
             };
-            slots.push(check(value, ty, num_qo_heads, batch).map_err(|(got, want)| refuse(name, got, want))?);
+            slots.push(check(place, value, ty, num_qo_heads, batch).map_err(|(got, want)| refuse(name, got, want))?);
         }
         Ok(Bound { slots })
     }
 }
 
 /// `value` as the kernels take it, or what it is and what it must be.
-fn check<'a>(value: Value<'a>, ty: ParamType, heads: usize, batch: usize) -> Result<Value<'a>, (String, String)> {
+fn check<'a>(
+    place: Place,
+    value: Value<'a>,
+    ty: ParamType,
+    heads: usize,
+    batch: usize,
+) -> Result<Value<'a>, (String, String)> {
+    let line = |t: &TensorRef<'_>| t.shape().len() == 1 && (t.strides()[0] == 1 || t.shape()[0] <= 1);
+    let there = |t: &TensorRef<'_>| t.place() == place && place != Place::Host;
     let value = match value {
-        Value::Tensor(t) if t.shape().len() == 1 && (t.strides()[0] == 1 || t.shape()[0] <= 1) => match t.dtype() {
+        Value::Tensor(t) if line(&t) && there(&t) => {
+            let n = t.shape()[0];
+            return match (ty, t.dtype()) {
+                (ParamType::F32Tensor, DType::F32) | (ParamType::I32Tensor, DType::I32) if n > 0 => Ok(value),
+                (ParamType::PerHead, DType::F32) if n == heads && heads > 0 => Ok(value),
+                (ParamType::PerHead, _) => Err((value.to_string(), format!("f32 tensor [{heads}]"))),
+                _ => Err((value.to_string(), format!("contiguous {ty} of one axis, not empty"))),
+            };
+        }
+        Value::BitTensors { bytes, indptr } if line(&bytes) && line(&indptr) && there(&bytes) && there(&indptr) => {
+            let types = (bytes.dtype(), indptr.dtype()) == (DType::U8, DType::I32);
+            let fits = batch.checked_add(1) == Some(indptr.shape()[0]);
+            if ty == ParamType::Bits && types && fits {
+                return Ok(value);
+            }
+            let want =
+                if ty == ParamType::Bits { "u8, with an i32 indptr of batch + 1".into() } else { ty.to_string() };
+            return Err((value.to_string(), want));
+        }
+        Value::Tensor(t) if line(&t) => match t.dtype() {
             DType::F32 => t.typed::<f32>("Params", "tensor").map(|v| Value::F32s(v.data())),
             DType::I32 => t.typed::<i32>("Params", "tensor").map(|v| Value::I32s(v.data())),
             _ => Ok(value),
         }
         .unwrap_or(value),
+        Value::BitTensors { bytes, indptr } if line(&bytes) && line(&indptr) => {
+            match (bytes.typed::<u8>("Params", "bytes"), indptr.typed::<i32>("Params", "indptr")) {
+                (Ok(b), Ok(i)) => Value::Bits { bytes: &b.data()[..b.shape()[0]], indptr: &i.data()[..i.shape()[0]] },
+                _ => value,
+            }
+        }
         other => other,
     };
     match (ty, value) {

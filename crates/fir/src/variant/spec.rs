@@ -492,6 +492,18 @@ impl Variant {
         self.0.params[slot as usize].1
     }
 
+    /// Whether it turns keys by their positions.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn rotates_keys(&self) -> bool {
+        self.0.key.rope.is_some()
+    }
+
+    /// Whether it turns queries by their positions.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn rotates_queries(&self) -> bool {
+        self.0.query.rope.is_some()
+    }
+
     /// How its logits become weights.
     pub fn normalize(&self) -> Normalize {
         self.0.normalize

@@ -12,7 +12,15 @@ use fir::jit::{self, Cubin, Origin, Source};
 
 /// Most registers of a thread, by family, on sm_90a; none may spill there. A kernel of 256 threads with 32 registers fills a
 /// multiprocessor, one with 64 fills half of it.
-const REGISTERS: &[(&str, u32)] = &[("activation", 48), ("norm", 64)];
+const REGISTERS: &[(&str, u32)] = &[
+    ("activation", 48),
+    ("attention/merge", 64),
+    ("norm", 64),
+    ("page", 32),
+    ("quantize", 128),
+    ("rope", 48),
+    ("tokens", 128),
+];
 
 /// Whether there is a compiler; says so when not, and fails when there must be one.
 #[expect(clippy::print_stderr, reason = "a skip must be seen")]

@@ -4,6 +4,8 @@ mod activation;
 mod attention;
 #[cfg(feature = "cuda")]
 mod dry;
+#[cfg(feature = "cuda")]
+mod dry_tokens;
 mod gemm;
 mod hostile;
 #[cfg(feature = "cuda")]

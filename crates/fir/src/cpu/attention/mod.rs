@@ -37,7 +37,7 @@ use super::rows::narrow;
 use super::variant::{self as hooks, Registers};
 use super::vector::{Kernel, Vector};
 use crate::kv::{PageTable, Ragged};
-use crate::plan::{Item, Schedule, TILE_KV, Tile};
+use crate::plan::{Item, Schedule, TILE_KV, Tile, Token};
 use crate::tensor::{DType, bf16, f16};
 use crate::variant::{Block, Bound, RowCtx, RowProgram, Visible};
 
@@ -52,25 +52,6 @@ const DIRECT_ROWS: usize = 8;
 pub(crate) enum Index<'a> {
     Paged(&'a PageTable<'a>),
     Ragged(&'a Ragged),
-}
-
-/// Of which request a query token is, and where in it. Lengths are of the whole request, cascade levels together.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Token {
-    pub batch: i32,
-    pub q_idx: i32,
-    pub q_len: i32,
-    pub kv_len: i32,
-}
-
-impl Token {
-    /// Adds the query tokens of a batch, request after request.
-    pub(crate) fn list(q_lens: &[u32], kv_lens: &[u32], tokens: &mut Vec<Self>) {
-        for (r, (&q_len, &kv_len)) in q_lens.iter().zip(kv_lens).enumerate() {
-            let token = Self { batch: r as i32, q_idx: 0, q_len: q_len as i32, kv_len: kv_len as i32 };
-            tokens.extend((0..q_len as i32).map(|q_idx| Self { q_idx, ..token }));
-        }
-    }
 }
 
 /// Everything that one launch reads.

@@ -1,13 +1,15 @@
 //! [`BatchPlan`]: prefill, decode and append in one plan; what the other plans are made of.
 
-use crate::cpu::attention::{self as kernel, Index, Launch, Operand, Out, Shape, Sink, Token};
+use crate::cpu::attention::{self as kernel, Index, Launch, Operand, Out, Shape, Sink};
 use crate::cpu::pool::{RowsMut, RowsOnce};
+#[cfg(feature = "cuda")]
+use crate::cuda::{self, attention as gpu_kernel};
 use crate::error::{Error, Result};
 use crate::exec::Exec;
 use crate::kv::{Kv, KvPool, Ragged};
-use crate::plan::{Cut, Entry, Schedule, Scratch, Split, TILE_KV};
-use crate::tensor::{DType, Dims, TensorMut, TensorRef};
-use crate::variant::{Block, Params, RowProgram, Variant, Visible};
+use crate::plan::{Cut, Entry, Schedule, Scratch, Split, TILE_KV, Token};
+use crate::tensor::{DType, Dims, Place, TensorMut, TensorRef};
+use crate::variant::{Block, Bound, Params, RowProgram, Variant, Visible};
 
 /// Which attention: shapes, element types and variant. Hashable; a kernel is chosen by it.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -92,7 +94,7 @@ pub struct BatchPlan {
     problem: Problem,
     split: Split,
     workers: usize,
-    shape: Shape,
+    backend: Backend,
     program: RowProgram,
     qo: Ragged,
     kv_lens: Vec<u32>,
@@ -100,6 +102,44 @@ pub struct BatchPlan {
     kv_base: Option<Vec<i32>>,
     entries: Vec<Entry>,
     schedule: Schedule,
+}
+
+/// What a plan has of the executor that it was made for.
+#[derive(Debug)]
+pub(super) enum Backend {
+    Cpu(Shape),
+    #[cfg(feature = "cuda")]
+    Cuda(Box<gpu_kernel::Plan>),
+}
+
+impl Backend {
+    /// Query rows per head of a tile.
+    pub(super) fn rows(&self) -> usize {
+        match self {
+            Self::Cpu(shape) => shape.rows,
+            #[cfg(feature = "cuda")]
+            Self::Cuda(plan) => plan.rows(),
+        }
+    }
+
+    /// Workers that a schedule is cut for.
+    pub(super) fn workers(&self, exec: &Exec) -> usize {
+        match self {
+            Self::Cpu(_) => exec.workers(),
+            #[cfg(feature = "cuda")]
+            Self::Cuda(plan) => plan.workers(),
+        }
+    }
+
+    /// An executor of the other kind than the plan's.
+    pub(super) fn refuse(&self, op: &'static str, exec: &Exec) -> Error {
+        let own = match self {
+            Self::Cpu(_) => "a CPU",
+            #[cfg(feature = "cuda")]
+            Self::Cuda(_) => "a CUDA device",
+        };
+        Error::value(op, "exec", format!("{exec:?}"), format!("{own}, as planned"))
+    }
 }
 
 /// One layer's tensors for [`BatchPlan::run`].
@@ -133,7 +173,22 @@ impl BatchPlan {
     }
 
     /// An empty plan with room for `requests`; [`Self::refill`] gives it a batch, in the memory of the one before.
+    ///
+    /// On a GPU the kernel is compiled and loaded here, and the plan's memory there stays in its place for every balanced
+    /// batch of up to `requests` query tiles (decodes, or a KV head's 16 query rows); a larger one moves it, and graphs
+    /// that were captured before must be captured again.
     pub fn with_capacity(exec: &Exec, problem: Problem, requests: usize, split: Split) -> Result<Self> {
+        Self::with_levels(exec, problem, requests, split, false)
+    }
+
+    /// [`Self::with_capacity`]; `states`: as a level of a cascade, whose rows stay unfinished.
+    pub(super) fn with_levels(
+        exec: &Exec,
+        problem: Problem,
+        requests: usize,
+        split: Split,
+        #[cfg_attr(not(feature = "cuda"), expect(unused))] states: bool,
+    ) -> Result<Self> {
         const OP: &str = "BatchPlan";
         problem.check(OP)?;
         if requests > MAX_TOKENS {
@@ -142,13 +197,31 @@ impl BatchPlan {
         check_split(OP, split)?;
         let program = RowProgram::new(&problem.variant, problem.head_dim_qk, problem.head_dim_vo)?;
         let types = [problem.q_dtype, problem.kv_dtype, problem.out_dtype];
-        let shape = Shape::new(exec.cpu_only(OP)?, problem.group(), &types);
+        let backend = match exec {
+            Exec::Cpu(cpu) => Backend::Cpu(Shape::new(cpu, problem.group(), &types)),
+            #[cfg(feature = "cuda")]
+            Exec::Cuda(gpu) => {
+                let spec = gpu_kernel::Spec {
+                    op: OP,
+                    q: problem.q_dtype,
+                    kv: problem.kv_dtype,
+                    out: problem.out_dtype,
+                    dim_qk: problem.head_dim_qk,
+                    dim_vo: problem.head_dim_vo,
+                    dim_pe: None,
+                    group: problem.group(),
+                    states,
+                    variant: problem.variant.clone(),
+                };
+                Backend::Cuda(Box::new(gpu_kernel::Plan::new(gpu, spec, requests, split)?))
+            }
+        };
         Ok(Self {
             program,
             problem,
             split,
-            workers: exec.workers(),
-            shape,
+            workers: backend.workers(exec),
+            backend,
             qo: Ragged::from_lens(&[])?,
             kv_lens: Vec::with_capacity(requests),
             tokens: Vec::with_capacity(requests),
@@ -189,7 +262,7 @@ impl BatchPlan {
         self.kv_lens.extend_from_slice(kv_lens);
         self.entries.clear();
         let group = self.problem.group();
-        let tile = (self.shape.rows / group) as u32;
+        let tile = (self.backend.rows() / group) as u32;
         for (r, (&q_len, &kv_len)) in qo.lens().iter().zip(kv_lens).enumerate() {
             let first = qo.indptr()[r] as u32;
             let mut at = 0;
@@ -212,9 +285,19 @@ impl BatchPlan {
             group: group as u32,
             split: self.split,
         };
-        self.schedule
-            .fill(cut, &self.entries)
-            .ok_or_else(|| Error::value("BatchPlan", "split", format!("{:?}", self.split), "at most 2^24 partial rows"))
+        self.schedule.fill(cut, &self.entries).ok_or_else(|| {
+            Error::value("BatchPlan", "split", format!("{:?}", self.split), "at most 2^24 partial rows")
+        })?;
+        match &mut self.backend {
+            Backend::Cpu(_) => Ok(()),
+            #[cfg(feature = "cuda")]
+            Backend::Cuda(plan) => plan.fill(gpu_kernel::Batch {
+                schedule: &self.schedule,
+                tokens: &self.tokens,
+                kv_lens: &self.kv_lens,
+                kv_base: self.kv_base.as_deref(),
+            }),
+        }
     }
 
     /// The entry without the leading and trailing tiles that its mask hides for any parameters.
@@ -253,37 +336,53 @@ impl BatchPlan {
         self.tokens.len()
     }
 
-    /// Scratch of exactly the size that [`Self::run`] needs for the batch as it is planned now.
+    /// Scratch of exactly the size that [`Self::run`] needs for the batch as it is planned now; on a GPU a balanced plan's
+    /// fits its later batches too.
     pub fn scratch(&self) -> Scratch {
-        Scratch::new(self.partial_floats(), self.workers, self.tile_floats())
+        match &self.backend {
+            Backend::Cpu(shape) => Scratch::new(self.partial_floats(), self.workers, self.tile_floats(*shape)),
+            #[cfg(feature = "cuda")]
+            Backend::Cuda(plan) => plan.scratch(plan.sizes()),
+        }
+    }
+
+    /// The plan on the device, if that is where it runs.
+    #[cfg(feature = "cuda")]
+    pub(super) fn on_gpu(&self) -> Option<&gpu_kernel::Plan> {
+        match &self.backend {
+            Backend::Cpu(_) => None,
+            Backend::Cuda(plan) => Some(plan),
+        }
     }
 
     fn partial_floats(&self) -> usize {
         self.schedule.partial_rows() * (self.problem.head_dim_vo + 2)
     }
 
-    fn tile_floats(&self) -> usize {
+    fn tile_floats(&self, shape: Shape) -> usize {
         let p = &self.problem;
-        self.shape.floats(p.head_dim_qk, p.head_dim_vo, false)
+        shape.floats(p.head_dim_qk, p.head_dim_vo, false)
     }
 
     /// Runs one layer. Takes `&self`: a plan has no state that a run changes.
     pub fn run(&self, exec: &Exec, args: BatchArgs<'_>) -> Result<()> {
         const OP: &str = "BatchPlan::run";
         let BatchArgs { q, kv, params, sm_scale, scratch, out, lse } = args;
-        let sink = output_sink(
-            OP,
-            self.tokens.len(),
-            self.problem.qo_heads,
-            self.problem.head_dim_vo,
-            self.problem.out_dtype,
-            out,
-            lse,
-        )?;
-        if let Sink::Output { lse: Some(_), .. } = sink {
+        let p = &self.problem;
+        check_output(OP, self.tokens.len(), p.qo_heads, p.head_dim_vo, p.out_dtype, &out, lse.as_ref())?;
+        if lse.is_some() {
             self.refuse_lse(OP)?;
         }
-        self.run_to(OP, exec, q, kv, params, sm_scale, scratch, &sink)
+        match exec {
+            Exec::Cpu(_) => {
+                let sink = output_sink(OP, p.out_dtype, out, lse)?;
+                self.run_to(OP, exec, q, kv, params, sm_scale, scratch, &sink)
+            }
+            #[cfg(feature = "cuda")]
+            Exec::Cuda(gpu) => {
+                self.run_on_gpu(OP, gpu, q, kv, params, sm_scale, scratch, gpu_kernel::Sink::Output { out, lse })
+            }
+        }
     }
 
     #[expect(clippy::too_many_arguments, reason = "the fields of BatchArgs with another sink")]
@@ -298,11 +397,51 @@ impl BatchPlan {
         scratch: &mut Scratch,
         sink: &Sink<'_>,
     ) -> Result<()> {
-        self.with_launch(op, q, kv, params, sm_scale, |launch| {
-            let (partials, tiles) = scratch.take(op, self.partial_floats(), self.tile_floats())?;
+        self.with_launch(op, exec, q, kv, params, sm_scale, |launch| {
+            let (partials, tiles) = scratch.take(op, self.partial_floats(), self.tile_floats(launch.shape))?;
             kernel::run(exec.cpu_only(op)?, launch, partials, tiles, sink);
             Ok(())
         })?
+    }
+
+    #[cfg(feature = "cuda")]
+    #[expect(clippy::too_many_arguments, reason = "the fields of BatchArgs with another sink")]
+    pub(super) fn run_on_gpu(
+        &self,
+        op: &'static str,
+        gpu: &cuda::exec::Gpu,
+        q: TensorRef<'_>,
+        kv: Kv<'_>,
+        params: &Params<'_>,
+        sm_scale: Option<f32>,
+        scratch: &mut Scratch,
+        sink: gpu_kernel::Sink<'_>,
+    ) -> Result<()> {
+        let Some(plan) = self.on_gpu() else { return Err(self.backend.refuse(op, &Exec::Cuda(gpu.clone()))) };
+        let scale = self.check_args(op, &q, &kv, sm_scale)?;
+        let bound = self.bind(gpu.place(), params)?;
+        let pool = kv.pool();
+        plan.run(
+            gpu,
+            gpu_kernel::Args {
+                op,
+                q: ("q", q),
+                q_pe: None,
+                k: pool.k,
+                v: pool.v,
+                kpe: None,
+                block_scales: pool.block_scales,
+                index: match &kv {
+                    Kv::Paged(_, table) => gpu_kernel::Index::Paged(table),
+                    Kv::Ragged(_) => gpu_kernel::Index::Ragged,
+                },
+                sm_scale: scale,
+                v_scale: pool.v_scale,
+                bound: &bound,
+                scratch,
+                sink,
+            },
+        )
     }
 
     /// Without softmax there is no log-sum-exp.
@@ -313,10 +452,28 @@ impl BatchPlan {
         Ok(())
     }
 
-    /// Checks the arguments against the plan and hands them to `work` as the kernels take them.
+    /// Checks the arguments against the plan; the factor of the scores, the keys' scale included.
+    fn check_args(&self, op: &'static str, q: &TensorRef<'_>, kv: &Kv<'_>, sm_scale: Option<f32>) -> Result<f32> {
+        let p = &self.problem;
+        check_q(op, "q", q, self.tokens.len(), p.qo_heads, p.head_dim_qk, p.q_dtype)?;
+        let pool = kv.pool();
+        check_pool(op, pool, p)?;
+        check_lens(op, kv, &self.kv_lens)?;
+        check_scale(op, sm_scale.unwrap_or(1.0 / (p.head_dim_qk as f32).sqrt()), pool.k_scale)
+    }
+
+    /// The variant's parameters, checked.
+    pub(super) fn bind<'a>(&self, place: Place, params: &Params<'a>) -> Result<Bound<'a>> {
+        let batch = self.tokens.iter().map(|t| t.batch + 1).max().unwrap_or(0) as usize;
+        self.problem.variant.bind_at(place, params, self.problem.qo_heads, batch)
+    }
+
+    /// Checks the arguments against the plan and hands them to `work` as the CPU's kernels take them.
+    #[expect(clippy::too_many_arguments, reason = "the fields of BatchArgs without outputs")]
     pub(super) fn with_launch<R>(
         &self,
         op: &'static str,
+        exec: &Exec,
         q: TensorRef<'_>,
         kv: Kv<'_>,
         params: &Params<'_>,
@@ -324,14 +481,12 @@ impl BatchPlan {
         work: impl FnOnce(&Launch<'_>) -> R,
     ) -> Result<R> {
         let p = &self.problem;
-        check_q(op, "q", &q, self.tokens.len(), p.qo_heads, p.head_dim_qk, p.q_dtype)?;
-        let pool = kv.pool();
-        check_pool(op, pool, p)?;
-        check_lens(op, &kv, &self.kv_lens)?;
-        let sm_scale = sm_scale.unwrap_or(1.0 / (p.head_dim_qk as f32).sqrt());
-        let (sm_scale, q_factor) = split_scale(op, sm_scale, pool.k_scale)?;
-        let batch = self.tokens.iter().map(|t| t.batch + 1).max().unwrap_or(0) as usize;
-        let bound = p.variant.bind(params, p.qo_heads, batch)?;
+        let (sm_scale, q_factor) = split_scale(self.check_args(op, &q, &kv, sm_scale)?);
+        let Backend::Cpu(shape) = self.backend else { return Err(self.backend.refuse(op, exec)) };
+        let (pool, bound) = (kv.pool(), self.bind(Place::Host, params)?);
+        if let Kv::Paged(_, table) = kv {
+            table.check_host(op)?;
+        }
         let (k, v) = match pool.block_scales {
             Some([ks, vs]) => (Operand::nvfp4(op, "k", pool.k, ks)?, Operand::nvfp4(op, "v", pool.v, vs)?),
             None => (Operand::new(op, "k", pool.k, true)?, Operand::new(op, "v", pool.v, true)?),
@@ -348,7 +503,7 @@ impl BatchPlan {
             dim_vo: p.head_dim_vo,
             out: p.out_dtype,
             group: p.group(),
-            shape: self.shape,
+            shape,
             kv_heads: p.kv_heads,
             index: match &kv {
                 Kv::Paged(_, table) => Index::Paged(table),
@@ -509,35 +664,53 @@ pub(super) fn same_lens(op: &'static str, got: &[u32], planned: &[u32]) -> Resul
     }
 }
 
-/// The factor of the scores as one above 0, which the kernels use to compare, and one of the query.
-pub(super) fn split_scale(op: &'static str, sm_scale: f32, k_scale: f32) -> Result<(f32, f32)> {
+/// The factor of the scores times the keys' scale.
+pub(super) fn check_scale(op: &'static str, sm_scale: f32, k_scale: f32) -> Result<f32> {
     let scale = sm_scale * k_scale;
     if !scale.is_finite() {
         return Err(Error::value(op, "sm_scale", format!("{sm_scale} (keys' scale {k_scale})"), "a finite number"));
     }
-    Ok(if scale > 0.0 { (scale, 1.0) } else { (1.0, scale) })
+    Ok(scale)
 }
 
-pub(super) fn output_sink<'a>(
+/// A factor of the scores as one above 0, which the CPU's kernels use to compare, and one of the query.
+pub(super) fn split_scale(scale: f32) -> (f32, f32) {
+    if scale > 0.0 { (scale, 1.0) } else { (1.0, scale) }
+}
+
+pub(super) fn check_output(
     op: &'static str,
     tokens: usize,
     heads: usize,
     dim: usize,
     dtype: DType,
-    out: TensorMut<'a>,
-    lse: Option<TensorMut<'a>>,
-) -> Result<Sink<'a>> {
+    out: &TensorMut<'_>,
+    lse: Option<&TensorMut<'_>>,
+) -> Result<()> {
     let mut dims = Dims::of(op);
     dims.axis("plan", "tokens", tokens)?.axis("problem", "qo_heads", heads)?.axis("problem", "head_dim_vo", dim)?;
-    dims.bind("out", &out, &["tokens", "qo_heads", "head_dim_vo"])?;
+    dims.bind("out", out, &["tokens", "qo_heads", "head_dim_vo"])?;
     if out.dtype() != dtype {
         return Err(Error::DType { op, arg: "out", got: out.dtype().name(), want: format!("{dtype}, as planned") });
     }
-    let lse = match lse {
-        Some(lse) => {
-            dims.bind("lse", &lse, &["tokens", "qo_heads"])?;
-            Some(RowsOnce::new(RowsMut::new(op, "lse", lse.with_unit_axis()?)?))
+    if let Some(lse) = lse {
+        dims.bind("lse", lse, &["tokens", "qo_heads"])?;
+        if lse.dtype() != DType::F32 {
+            return Err(Error::DType { op, arg: "lse", got: lse.dtype().name(), want: "f32".into() });
         }
+    }
+    Ok(())
+}
+
+/// Checked outputs as the CPU's kernels take them.
+pub(super) fn output_sink<'a>(
+    op: &'static str,
+    dtype: DType,
+    out: TensorMut<'a>,
+    lse: Option<TensorMut<'a>>,
+) -> Result<Sink<'a>> {
+    let lse = match lse {
+        Some(lse) => Some(RowsOnce::new(RowsMut::new(op, "lse", lse.with_unit_axis()?)?)),
         None => None,
     };
     let out = match dtype {

@@ -5,13 +5,15 @@
 //! the levels' states are merged row by row. Positions are those of the whole request, so any variant means the same
 //! as over flat KV.
 
-use super::batch::{BatchPlan, Problem, check_kv_lens, check_tokens, output_sink};
-use crate::cpu::attention::{self as kernel, Sink, Token};
+use super::batch::{BatchPlan, Problem, check_kv_lens, check_output, check_tokens, output_sink};
+use crate::cpu::attention::{self as kernel, Sink};
 use crate::cpu::pool::{RowsMut, RowsOnce};
+#[cfg(feature = "cuda")]
+use crate::cuda::attention::{self as gpu_kernel, levels::States};
 use crate::error::{Error, Result};
 use crate::exec::Exec;
 use crate::kv::{Kv, Ragged};
-use crate::plan::{Schedule, Scratch, Split};
+use crate::plan::{Schedule, Scratch, Split, Token};
 use crate::tensor::{TensorMut, TensorRef};
 use crate::variant::Params;
 
@@ -92,7 +94,7 @@ impl CascadePlan {
         let mut tokens = Vec::with_capacity(requests.rows());
         Token::list(requests.lens(), &kv_len, &mut tokens);
         let plans = levels.iter().zip(bases).map(|(level, base)| {
-            let mut plan = BatchPlan::with_capacity(exec, problem.clone(), level.qo.batch(), split)?;
+            let mut plan = BatchPlan::with_levels(exec, problem.clone(), level.qo.batch(), split, true)?;
             plan.refill_level(level.qo, level.kv_lens, &tokens, base)?;
             Ok(plan)
         });
@@ -107,7 +109,14 @@ impl CascadePlan {
 
     /// Scratch of exactly the size that [`Self::run`] needs: one per level, and one for the levels' states.
     pub fn scratch(&self) -> Vec<Scratch> {
-        let states = Scratch::new(self.levels.len() * self.state_floats(), 1, 0);
+        let levels = self.levels.len();
+        #[cfg_attr(not(feature = "cuda"), expect(unused_mut))]
+        let mut states = Scratch::new(levels * self.state_floats(), 1, 0);
+        #[cfg(feature = "cuda")]
+        if let Some(plan) = self.levels[0].on_gpu() {
+            let p = &self.problem;
+            states = plan.scratch(States::sizes(levels, self.tokens, p.qo_heads, p.head_dim_vo));
+        }
         self.levels.iter().map(BatchPlan::scratch).chain([states]).collect()
     }
 
@@ -145,8 +154,22 @@ impl CascadePlan {
                 format!("{v_scale} as at level 0"),
             ));
         }
-        let sink = output_sink(OP, self.tokens, p.qo_heads, p.head_dim_vo, p.out_dtype, out, lse)?;
+        check_output(OP, self.tokens, p.qo_heads, p.head_dim_vo, p.out_dtype, &out, lse.as_ref())?;
         let (per_level, states) = scratch.split_at_mut(n);
+        #[cfg(feature = "cuda")]
+        if let Exec::Cuda(gpu) = exec {
+            let states = States::new(OP, &mut states[0], n, [self.tokens, p.qo_heads, p.head_dim_vo])?;
+            for (l, (plan, scratch)) in self.levels.iter().zip(per_level).enumerate() {
+                let sink = gpu_kernel::Sink::Level(states, l);
+                plan.run_on_gpu(OP, gpu, q, kv[l], params, sm_scale, scratch, sink)?;
+            }
+            let bound = self.levels[0].bind(gpu.place(), params)?;
+            // Any level's plan knows where the tokens stand; the first is as good as another.
+            return self.levels[0]
+                .on_gpu()
+                .map_or(Ok(()), |plan| plan.finish_levels(gpu, OP, states, &bound, out, lse));
+        }
+        let sink = output_sink(OP, p.out_dtype, out, lse)?;
         let (states, _) = states[0].take(OP, n * self.state_floats(), 0)?;
         for (l, plan) in self.levels.iter().enumerate() {
             let rows = &mut states[l * self.state_floats()..][..self.state_floats()];
@@ -155,7 +178,7 @@ impl CascadePlan {
         }
         let cpu = exec.cpu_only(OP)?;
         // Any level's launch describes the rows; the first is as good as another.
-        self.levels[0].with_launch(OP, q, kv[0], params, sm_scale, |launch| {
+        self.levels[0].with_launch(OP, exec, q, kv[0], params, sm_scale, |launch| {
             kernel::merge_levels(cpu, launch, states, n, &sink);
         })
     }

@@ -7,6 +7,8 @@
 //! Associative, commutative, with `(0, -inf)` as identity.
 
 use crate::cpu::attention as kernel;
+#[cfg(feature = "cuda")]
+use crate::cuda::attention::merge as device;
 use crate::error::{Error, Result};
 use crate::exec::Exec;
 use crate::tensor::{Bool, DType, Dims, TensorMut, TensorRef};
@@ -33,7 +35,14 @@ pub fn merge_state(
         .bind("lse_out", &lse_out, &STATE[..2])?;
     same_dtype(OP, "o_b", o_b.dtype(), o_a.dtype())?;
     same_dtype(OP, "out", out.dtype(), o_a.dtype())?;
-    kernel::merge_state(exec.cpu_only(OP)?, (o_a, lse_a), (o_b, lse_b), (out, lse_out))
+    match exec {
+        Exec::Cpu(cpu) => kernel::merge_state(cpu, (o_a, lse_a), (o_b, lse_b), (out, lse_out)),
+        #[cfg(feature = "cuda")]
+        Exec::Cuda(gpu) => {
+            let (a, b) = ((["o_a", "lse_a"], o_a, lse_a), (["o_b", "lse_b"], o_b, lse_b));
+            device::merge(gpu, OP, a, Some(b), (["out", "lse_out"], out, lse_out))
+        }
+    }
 }
 
 /// Merges another state into `o`, `lse`, for the tokens that `mask` selects (all when `None`).
@@ -55,16 +64,27 @@ pub fn merge_state_in_place(
         &STATE[..2],
     )?;
     same_dtype(OP, "o_other", o_other.dtype(), o.dtype())?;
-    let mask = match mask {
-        Some(mask) => {
-            dims.bind("mask", &mask, &STATE[..1])?;
-            mask.layout().check_listed(OP, "mask")?;
-            let mask = mask.typed::<Bool>(OP, "mask")?;
-            Some(mask.layout().offsets().map(|i| mask.data()[i].get()).collect::<Vec<_>>())
+    if let Some(mask) = &mask {
+        dims.bind("mask", mask, &STATE[..1])?;
+    }
+    match exec {
+        Exec::Cpu(cpu) => {
+            let mask = match mask {
+                Some(mask) => {
+                    mask.layout().check_listed(OP, "mask")?;
+                    let mask = mask.typed::<Bool>(OP, "mask")?;
+                    Some(mask.layout().offsets().map(|i| mask.data()[i].get()).collect::<Vec<_>>())
+                }
+                None => None,
+            };
+            kernel::merge_state_in_place(cpu, (o, lse), (o_other, lse_other), mask.as_deref())
         }
-        None => None,
-    };
-    kernel::merge_state_in_place(exec.cpu_only(OP)?, (o, lse), (o_other, lse_other), mask.as_deref())
+        #[cfg(feature = "cuda")]
+        Exec::Cuda(gpu) => {
+            let other = (["o_other", "lse_other"], o_other, lse_other);
+            device::merge_in_place(gpu, OP, (["o", "lse"], o, lse), other, mask)
+        }
+    }
 }
 
 /// Merges any number of states per row.
@@ -87,7 +107,11 @@ pub fn merge_states(
     if lse_out.layout().is_empty() {
         return Ok(()); // Rows of no heads may claim states without end.
     }
-    kernel::merge_states(exec.cpu_only(OP)?, (o, lse), (out, lse_out))
+    match exec {
+        Exec::Cpu(cpu) => kernel::merge_states(cpu, (o, lse), (out, lse_out)),
+        #[cfg(feature = "cuda")]
+        Exec::Cuda(gpu) => device::merge(gpu, OP, (["o", "lse"], o, lse), None, (["out", "lse_out"], out, lse_out)),
+    }
 }
 
 fn same_dtype(op: &'static str, arg: &'static str, got: DType, want: DType) -> Result<()> {

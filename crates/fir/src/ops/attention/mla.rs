@@ -7,12 +7,17 @@
 //! o[i, h] = Σ_j softmax_j(score) ckv[j]
 //! ```
 
-use super::batch::{check_batch, check_q, check_split, check_table, output_sink, same_lens, split_scale};
-use crate::cpu::attention::{self as kernel, Index, Launch, Operand, Shape, Token};
+use super::batch::{
+    Backend, check_batch, check_output, check_q, check_scale, check_split, check_table, output_sink, same_lens,
+    split_scale,
+};
+use crate::cpu::attention::{self as kernel, Index, Launch, Operand, Shape};
+#[cfg(feature = "cuda")]
+use crate::cuda::attention as gpu_kernel;
 use crate::error::{Error, Result};
 use crate::exec::Exec;
 use crate::kv::{PageTable, PagedMla, Ragged};
-use crate::plan::{Cut, Entry, Schedule, Scratch, Split};
+use crate::plan::{Cut, Entry, Schedule, Scratch, Split, Token};
 use crate::tensor::{DType, Dims, TensorMut, TensorRef};
 use crate::variant::{self, Params, RowProgram, Variant};
 
@@ -41,7 +46,7 @@ pub struct MlaProblem {
 pub struct MlaPlan {
     problem: MlaProblem,
     workers: usize,
-    shape: Shape,
+    backend: Backend,
     kv_lens: Vec<u32>,
     tokens: Vec<Token>,
     schedule: Schedule,
@@ -85,8 +90,27 @@ impl MlaPlan {
         let (mut tokens, mut entries) = (vec![], vec![]);
         Token::list(qo.lens(), kv_lens, &mut tokens);
         let types = [problem.q_dtype, problem.kv_dtype, problem.out_dtype];
-        let shape = Shape::new(exec.cpu_only(OP)?, problem.heads, &types);
-        let tile = (shape.rows / problem.heads) as u32;
+        let backend = match exec {
+            Exec::Cpu(cpu) => Backend::Cpu(Shape::new(cpu, problem.heads, &types)),
+            #[cfg(feature = "cuda")]
+            Exec::Cuda(gpu) => {
+                let spec = gpu_kernel::Spec {
+                    op: OP,
+                    q: problem.q_dtype,
+                    kv: problem.kv_dtype,
+                    out: problem.out_dtype,
+                    dim_qk: problem.head_dim_ckv,
+                    dim_vo: problem.head_dim_ckv,
+                    dim_pe: Some(problem.head_dim_kpe),
+                    group: problem.heads,
+                    states: false,
+                    variant: variant.clone(),
+                };
+                Backend::Cuda(Box::new(gpu_kernel::Plan::new(gpu, spec, qo.batch(), split)?))
+            }
+        };
+        let workers = backend.workers(exec);
+        let tile = (backend.rows() / problem.heads) as u32;
         for (r, (&q_len, &kv_len)) in qo.lens().iter().zip(kv_lens).enumerate() {
             for at in (0..q_len).step_by(tile as usize) {
                 let rows = tile.min(q_len - at);
@@ -96,20 +120,19 @@ impl MlaPlan {
             }
         }
         let mut schedule = Schedule::default();
-        let cut = Cut { workers: exec.workers(), kv_heads: 1, group: problem.heads as u32, split };
+        let cut = Cut { workers, kv_heads: 1, group: problem.heads as u32, split };
         schedule
             .fill(cut, &entries)
             .ok_or_else(|| Error::value(OP, "split", format!("{split:?}"), "at most 2^24 partial rows"))?;
-        Ok(Self {
-            problem,
-            workers: exec.workers(),
-            shape,
-            kv_lens: kv_lens.to_vec(),
-            tokens,
-            schedule,
-            variant,
-            program,
-        })
+        #[cfg_attr(not(feature = "cuda"), expect(unused_mut))]
+        let mut plan =
+            Self { problem, workers, backend, kv_lens: kv_lens.to_vec(), tokens, schedule, variant, program };
+        #[cfg(feature = "cuda")]
+        if let Backend::Cuda(on_gpu) = &mut plan.backend {
+            let (schedule, tokens, kv_lens) = (&plan.schedule, &plan.tokens[..], &plan.kv_lens[..]);
+            on_gpu.fill(gpu_kernel::Batch { schedule, tokens, kv_lens, kv_base: None })?;
+        }
+        Ok(plan)
     }
 
     /// Which worker does what.
@@ -119,16 +142,20 @@ impl MlaPlan {
 
     /// Scratch of exactly the size that [`Self::run`] needs.
     pub fn scratch(&self) -> Scratch {
-        Scratch::new(self.partial_floats(), self.workers, self.tile_floats())
+        match &self.backend {
+            Backend::Cpu(shape) => Scratch::new(self.partial_floats(), self.workers, self.tile_floats(*shape)),
+            #[cfg(feature = "cuda")]
+            Backend::Cuda(plan) => plan.scratch(plan.sizes()),
+        }
     }
 
     fn partial_floats(&self) -> usize {
         self.schedule.partial_rows() * (self.problem.head_dim_ckv + 2)
     }
 
-    fn tile_floats(&self) -> usize {
+    fn tile_floats(&self, shape: Shape) -> usize {
         let p = &self.problem;
-        self.shape.floats(p.head_dim_ckv + p.head_dim_kpe, p.head_dim_ckv, true)
+        shape.floats(p.head_dim_ckv + p.head_dim_kpe, p.head_dim_ckv, true)
     }
 
     /// Runs one layer.
@@ -153,9 +180,11 @@ impl MlaPlan {
         }
         check_table(OP, table, kv.ckv.shape()[0], kv.ckv.shape()[1])?;
         same_lens(OP, table.lens(), &self.kv_lens)?;
-        let (sm_scale, q_factor) = split_scale(OP, sm_scale, kv.ckv_scale)?;
-        let kpe_factor = q_factor * (kv.kpe_scale / kv.ckv_scale);
-        if !kpe_factor.is_finite() {
+        let scale = check_scale(OP, sm_scale, kv.ckv_scale)?;
+        let (sm_scale, q_factor) = split_scale(scale);
+        let ratio = kv.kpe_scale / kv.ckv_scale;
+        let kpe_factor = q_factor * ratio;
+        if !ratio.is_finite() || !kpe_factor.is_finite() {
             return Err(Error::value(
                 OP,
                 "kv",
@@ -163,8 +192,40 @@ impl MlaPlan {
                 "scales whose ratio is finite",
             ));
         }
-        let sink = output_sink(OP, n, p.heads, p.head_dim_ckv, p.out_dtype, out, lse)?;
+        check_output(OP, n, p.heads, p.head_dim_ckv, p.out_dtype, &out, lse.as_ref())?;
         let bound = self.variant.bind(&Params::new(), p.heads, self.kv_lens.len())?;
+        let shape = match (&self.backend, exec) {
+            (Backend::Cpu(shape), Exec::Cpu(_)) => *shape,
+            #[cfg(feature = "cuda")]
+            (Backend::Cuda(plan), Exec::Cuda(gpu)) => {
+                // One head of all.
+                fn head(t: TensorRef<'_>) -> Result<TensorRef<'_>> {
+                    t.with_unit_axis()?.transpose(2, 3)
+                }
+                return plan.run(
+                    gpu,
+                    gpu_kernel::Args {
+                        op: OP,
+                        q: ("q_nope", q_nope),
+                        q_pe: Some((q_pe, ratio)),
+                        k: head(kv.ckv)?,
+                        v: head(kv.ckv)?,
+                        kpe: Some(head(kv.kpe)?),
+                        block_scales: None,
+                        index: gpu_kernel::Index::Paged(table),
+                        sm_scale: scale,
+                        v_scale: kv.ckv_scale,
+                        bound: &bound,
+                        scratch,
+                        sink: gpu_kernel::Sink::Output { out, lse },
+                    },
+                );
+            }
+            #[cfg(feature = "cuda")]
+            _ => return Err(self.backend.refuse(OP, exec)),
+        };
+        table.check_host(OP)?;
+        let sink = output_sink(OP, p.out_dtype, out, lse)?;
         let launch = Launch {
             schedule: &self.schedule,
             tokens: &self.tokens,
@@ -180,13 +241,13 @@ impl MlaPlan {
             dim_vo: p.head_dim_ckv,
             out: p.out_dtype,
             group: p.heads,
-            shape: self.shape,
+            shape,
             kv_heads: 1,
             index: Index::Paged(table),
             program: &self.program,
             bound: &bound,
         };
-        let (partials, tiles) = scratch.take(OP, self.partial_floats(), self.tile_floats())?;
+        let (partials, tiles) = scratch.take(OP, self.partial_floats(), self.tile_floats(shape))?;
         kernel::run(exec.cpu_only(OP)?, &launch, partials, tiles, &sink);
         Ok(())
     }

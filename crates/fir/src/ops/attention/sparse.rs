@@ -188,6 +188,11 @@ impl VariableSparsePlan {
 
     /// Scratch that fits every head: they run one after another.
     pub fn scratch(&self) -> Scratch {
+        #[cfg(feature = "cuda")]
+        if let Some(first) = self.heads.first().and_then(|(plan, _)| plan.on_gpu()) {
+            let sizes = self.heads.iter().filter_map(|(plan, _)| plan.on_gpu()).map(|plan| plan.sizes());
+            return first.scratch(sizes.reduce(|a, b| a.max(b)).unwrap_or_default());
+        }
         self.heads.iter().map(|(plan, _)| plan.scratch()).max_by_key(Scratch::bytes).unwrap_or_default()
     }
 
