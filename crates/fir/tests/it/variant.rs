@@ -559,7 +559,9 @@ impl Trial {
                 ParamType::Bits => {
                     array(c.bytes.iter().map(|&x| x.into()).collect());
                     array(c.indptr.iter().map(|&x| x as u32).collect());
-                    format!("int n, m; p.{name}.data = bytes(m); p.{name}.len = m; p.{name}.indptr = array<int>(n); p.{name}.batch = n - 1;")
+                    format!(
+                        "int n, m; p.{name}.data = bytes(m); p.{name}.len = m; p.{name}.indptr = array<int>(n); p.{name}.batch = n - 1;"
+                    )
                 }
                 other => panic!("{other}"),
             };
