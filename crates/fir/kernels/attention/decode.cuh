@@ -4,15 +4,15 @@
 //   lse[r] = log2 sum_j 2^(logits_j log2 e)                          (base 2; softmax.cuh)
 //
 // grid   (workers)      persistent; worker b does items[b] and what follows it by `next` (state.cuh). Neighbours should do
-//        the heads of the same positions: in NHD those are one piece of memory, and out of step each of its DRAM rows is
-//        opened again for every head (128 requests of 1 to 8192 on an H200: 538 us against 498; worst at mixed lengths)
+//        the heads of the same positions: 128 requests of 1 to 8192 took 498 us so on an H200 and 538 head after head
+//        (HND: 499 and 524, so more than NHD's one piece of memory for all heads of a token is behind it)
 // block  32 kWarps      warp w does tiles w, w + kWarps, ... of kTile positions, with a softmax of its own
 // smem   kWarps rings of kStages x (kTile keys + kTile values), each read by its warp alone: no block barrier while KV
 //        streams. The ring runs on into the next units, so that ends and starts of units leave no gap in the reads.
 // needs  sm_80 (cp.async, mma.sync); head dims multiples of 16 (of 32 for 8 bit, of 64 for fp4), rows 16-byte aligned
 //
 // The rows of all query heads of a KV head (and of several query tokens) are the 16 rows of one mma tile. 8 KB of KV
-// cost a warp some 300 issue slots of the 1600 that pass while H200's memory delivers them, so the tile's empty rows
+// cost a warp some 450 issue slots of the 1600 that pass while H200's memory delivers them, so the tile's empty rows
 // are free. KV of 8 and 4 bits becomes f16 in registers, after ldmatrix, which moves pairs of bytes: the order of k in
 // q . k and of the output's columns is permuted to fit (`Fragment`), and costs nothing.
 //

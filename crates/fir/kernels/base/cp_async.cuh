@@ -16,7 +16,7 @@ __device__ __forceinline__ unsigned shared_address(const void* p) {
 /// must still be one that could be read. A whole 128-byte line comes to L2, of which other lanes ask the rest anyway.
 ///
 /// No cache policy: `evict_first` for KV brought nothing on an H200 whose L2 was clean (64 x 2048: 130.3 us against 130.7)
-/// and cost 4 % of large batches (64 x 8192: 509 against 490). It hid 1 to 3 us where the kernel before had left L2 full of
+/// and cost 4 % of large batches (64 x 8192: 509 against 490). It hid 1 to 3 us of small ones where the kernel before had left L2 full of
 /// lines to write back, and no more. Nor do hinted copies come out right everywhere: ptxas 13.0 takes [register + uniform
 /// register] for their shared address and then leaves base and descriptor unset, an illegal instruction.
 __device__ __forceinline__ void cp_async_16(unsigned shared, const void* global, unsigned bytes) {
