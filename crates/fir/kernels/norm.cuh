@@ -168,14 +168,15 @@ __global__ void __launch_bounds__(kVecs == 0 || kVecs == 4 ? 512 : 256, kMinBloc
   constexpr int kL = kLanes<T>, kKept = kVecs > 0 ? kVecs : 1;
   constexpr bool kLong = kVecs == 0 || kVecs == 4;
   using Row = NormRow<T, O, kCenter, kAdd, (kVecs > 0)>;
-  const u32 lane = threadIdx.x & (p.width - 1), step = p.width * kL, per_block = blockDim.x / p.width;
+  const u32 log_width = 31 - __clz(p.width), per_block = blockDim.x >> log_width;
+  const u32 lane = threadIdx.x & (p.width - 1), step = p.width * kL;
   const u32 begin = lane * kL, rest = begin + kVecs * step;
   // Weights are on their way while the sum is taken, where there are registers for it.
   const bool early_weight = (kVecs == 1 || kVecs == 2) && p.weight_type == kWeightType<T>;
   wait_for_previous();
   for (u64 first = u64(blockIdx.x) * per_block; first < p.rows; first += u64(gridDim.x) * per_block) {
     // Threads past the last row go along with it, for the sums over warps, and write nothing.
-    const u64 r = first + threadIdx.x / p.width;
+    const u64 r = first + (threadIdx.x >> log_width);
     const bool active = r < p.rows;
     const Row row(p, active ? u32(r) : p.rows - 1);
     Chunk cx[kKept] = {}, cr[kKept] = {}, cw[kKept] = {};
