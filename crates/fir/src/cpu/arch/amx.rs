@@ -13,7 +13,7 @@ use std::arch::x86_64::*;
 use std::marker::PhantomData;
 use std::sync::OnceLock;
 
-use super::x86::Avx512;
+use super::x86::{Avx512, transpose};
 use crate::cpu::vector::Vector;
 use crate::tensor::bf16;
 
@@ -112,17 +112,6 @@ fn has_tiles() -> bool {
     }
     #[cfg(not(target_os = "linux"))]
     false
-}
-
-/// `len` elements of `buffer`, from a cache line's first byte on; the buffer grows as needed. Rows across two lines take
-/// a tile's load twice as long.
-pub(crate) fn aligned<T: Copy + Default>(buffer: &mut Vec<T>, len: usize) -> &mut [T] {
-    let spare = ROW / size_of::<T>();
-    if buffer.len() < len + spare {
-        buffer.resize(len + spare, T::default());
-    }
-    let at = buffer.as_ptr().align_offset(ROW).min(spare);
-    &mut buffer[at..at + len]
 }
 
 /// Left operand of a product: tile `i` is 16 rows from row `16 * i` on, `stride` elements apart; the next step along
@@ -252,9 +241,113 @@ macro_rules! products {
     };
 }
 
+/// Asks for eight lines, from byte `$from` on, of the next step of `$at`.
+macro_rules! ask {
+    ($at:literal, $from:literal) => {
+        concat!(
+            "prefetcht0 [{",
+            $at,
+            "} + 1024 + ",
+            $from,
+            "]\n",
+            "prefetcht0 [{",
+            $at,
+            "} + 1088 + ",
+            $from,
+            "]\n",
+            "prefetcht0 [{",
+            $at,
+            "} + 1152 + ",
+            $from,
+            "]\n",
+            "prefetcht0 [{",
+            $at,
+            "} + 1216 + ",
+            $from,
+            "]\n",
+            "prefetcht0 [{",
+            $at,
+            "} + 1280 + ",
+            $from,
+            "]\n",
+            "prefetcht0 [{",
+            $at,
+            "} + 1344 + ",
+            $from,
+            "]\n",
+            "prefetcht0 [{",
+            $at,
+            "} + 1408 + ",
+            $from,
+            "]\n",
+            "prefetcht0 [{",
+            $at,
+            "} + 1472 + ",
+            $from,
+            "]\n",
+        )
+    };
+}
+
 impl Tiles {
     products!(product_bf16, bf16, f32, "tdpbf16ps");
     products!(product_i8, i8, i32, "tdpbssd");
+
+    /// As [`Self::product_bf16`] of 2 × 2 tiles, for operands from the second-level cache: the tiles of the left one are
+    /// packed too, each one's 16 rows side by side, the next step right behind, the second row of tiles after all steps
+    /// of the first. Sums are `[32, 32]`.
+    ///
+    /// A step asks for the tiles of the next one, spread between its products: on a core of a Xeon of model 207 the loop is at
+    /// 65 % of the products' own speed where operands come from the second level, and without it 40 to 57 %.
+    #[inline(always)]
+    pub(crate) fn product_packed(self, a: &[bf16], b: Right<'_, bf16>, steps: usize, c: &mut [f32; 1024], keep: bool) {
+        if steps == 0 {
+            if !keep {
+                c.fill(0.0);
+            }
+            return;
+        }
+        // Everything the block below reads lies inside the slices; prefetches past their end read nothing.
+        assert!(2 * steps * TILE <= a.len() && b.stride + steps * TILE <= b.data.len());
+        let (mut a0, mut b0) = (a.as_ptr(), b.data.as_ptr());
+        let mut a1 = a0.wrapping_add(steps * TILE);
+        let mut b1 = b0.wrapping_add(b.stride);
+        // SAFETY: tiles of 16 rows of 64 bytes are configured on this thread (`self`), the assertion above keeps every
+        // tile inside its slice, and `c` has 32 rows of 128 bytes.
+        unsafe {
+            asm!(
+                "tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3",
+                "test {keep:e}, {keep:e}",
+                "jz 2f",
+                "tileloadd tmm0, [{c} + {sc}*1]", "tileloadd tmm1, [{c} + {sc}*1 + 64]",
+                "tileloadd tmm2, [{c} + {sc}*1 + 2048]", "tileloadd tmm3, [{c} + {sc}*1 + 2112]",
+                "2:",
+                "tileloadd tmm4, [{a0} + {row}*1]", "tileloadd tmm6, [{b0} + {row}*1]",
+                ask!("b0", 0), ask!("a0", 0),
+                "tdpbf16ps tmm0, tmm4, tmm6",
+                "tileloadd tmm5, [{a1} + {row}*1]",
+                ask!("b0", 512), ask!("a0", 512),
+                "tdpbf16ps tmm2, tmm5, tmm6",
+                ask!("b1", 0), ask!("a1", 0),
+                "tileloadd tmm7, [{b1} + {row}*1]",
+                "tdpbf16ps tmm1, tmm4, tmm7",
+                ask!("b1", 512), ask!("a1", 512),
+                "tdpbf16ps tmm3, tmm5, tmm7",
+                "add {a0}, 1024", "add {a1}, 1024", "add {b0}, 1024", "add {b1}, 1024",
+                "dec {n}",
+                "jnz 2b",
+                "tilestored [{c} + {sc}*1], tmm0", "tilestored [{c} + {sc}*1 + 64], tmm1",
+                "tilestored [{c} + {sc}*1 + 2048], tmm2", "tilestored [{c} + {sc}*1 + 2112], tmm3",
+                a0 = inout(reg) a0, a1 = inout(reg) a1, b0 = inout(reg) b0, b1 = inout(reg) b1,
+                row = in(reg) ROW, c = in(reg) c.as_mut_ptr(), sc = in(reg) 128usize,
+                n = inout(reg) steps => _, keep = in(reg) u32::from(keep),
+                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                options(nostack)
+            );
+        }
+        let _ = (a0, a1, b0, b1);
+    }
 
     /// Packs 32 elements of each of 16 rows, from element `at` on, as the tile whose columns are those rows.
     #[inline(always)]
@@ -349,42 +442,6 @@ fn pairs(from: u16) -> __m512i {
     let at: [u16; 32] = std::array::from_fn(|i| from + (i / 2) as u16 + 32 * (i % 2) as u16);
     // SAFETY: both are 64 bytes of plain integers.
     unsafe { std::mem::transmute(at) }
-}
-
-/// Columns of a 16 × 16 matrix of 32-bit elements.
-///
-/// # Safety
-/// This CPU has AVX-512 F.
-#[inline(always)]
-unsafe fn transpose(r: [__m512i; 16]) -> [__m512i; 16] {
-    // SAFETY: as the caller says.
-    unsafe {
-        let mut a = r;
-        for i in 0..8 {
-            a[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
-            a[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
-        }
-        let mut b = a;
-        for i in 0..4 {
-            for j in 0..2 {
-                b[4 * i + 2 * j] = _mm512_unpacklo_epi64(a[4 * i + j], a[4 * i + 2 + j]);
-                b[4 * i + 2 * j + 1] = _mm512_unpackhi_epi64(a[4 * i + j], a[4 * i + 2 + j]);
-            }
-        }
-        // b[4i + c], lane l: column 4l + c of rows 4i..4i + 4.
-        let mut out = b;
-        for c in 0..4 {
-            let low = _mm512_shuffle_i32x4::<0b10_00_10_00>(b[c], b[4 + c]);
-            let high = _mm512_shuffle_i32x4::<0b11_01_11_01>(b[c], b[4 + c]);
-            let low2 = _mm512_shuffle_i32x4::<0b10_00_10_00>(b[8 + c], b[12 + c]);
-            let high2 = _mm512_shuffle_i32x4::<0b11_01_11_01>(b[8 + c], b[12 + c]);
-            out[c] = _mm512_shuffle_i32x4::<0b10_00_10_00>(low, low2);
-            out[8 + c] = _mm512_shuffle_i32x4::<0b11_01_11_01>(low, low2);
-            out[4 + c] = _mm512_shuffle_i32x4::<0b10_00_10_00>(high, high2);
-            out[12 + c] = _mm512_shuffle_i32x4::<0b11_01_11_01>(high, high2);
-        }
-        out
-    }
 }
 
 #[cfg(test)]
