@@ -3,14 +3,16 @@
 //   o[r]   = sum_j softmax_j(logits(scale q[r] . k[j])) v[j]
 //   lse[r] = log2 sum_j 2^(logits_j log2 e)                          (base 2; softmax.cuh)
 //
-// grid   (workers)      persistent; worker b does items[b] and what follows it by `next` (state.cuh)
+// grid   (workers)      persistent; worker b does items[b] and what follows it by `next` (state.cuh). Neighbours should do
+//        the heads of the same positions: 128 requests of 1 to 8192 took 498 us so on an H200 and 538 head after head
+//        (HND: 499 and 524, so more than NHD's one piece of memory for all heads of a token is behind it)
 // block  32 kWarps      warp w does tiles w, w + kWarps, ... of kTile positions, with a softmax of its own
 // smem   kWarps rings of kStages x (kTile keys + kTile values), each read by its warp alone: no block barrier while KV
 //        streams. The ring runs on into the next units, so that ends and starts of units leave no gap in the reads.
 // needs  sm_80 (cp.async, mma.sync); head dims multiples of 16 (of 32 for 8 bit, of 64 for fp4), rows 16-byte aligned
 //
 // The rows of all query heads of a KV head (and of several query tokens) are the 16 rows of one mma tile. 8 KB of KV
-// cost a warp some 300 issue slots of the 1600 that pass while H200's memory delivers them, so the tile's empty rows
+// cost a warp some 450 issue slots of the 1600 that pass while H200's memory delivers them, so the tile's empty rows
 // are free. KV of 8 and 4 bits becomes f16 in registers, after ldmatrix, which moves pairs of bytes: the order of k in
 // q . k and of the output's columns is permuted to fit (`Fragment`), and costs nothing.
 //
@@ -22,10 +24,6 @@
 #include <fir/attention/softmax.cuh>
 #include <fir/attention/state.cuh>
 #include <fir/attention/variant.cuh>
-
-#ifndef FIR_AHEAD
-#define FIR_AHEAD 8
-#endif
 
 namespace fir {
 
@@ -104,8 +102,11 @@ struct Fragment {
   }
 };
 
+/// `kWarps`, `kStages`, `kTile`: 4, 3 and 16 (fp8 32, fp4 64) are 96 KB at head dim 128, two blocks per SM, which together
+/// ask for more than the 41 KB per SM that keep an H200's memory busy.
 /// `kRun`: aligned runs of so many positions lie in one page (page sizes that are multiples of it, ragged KV; items start
-/// at multiples of it): 1, 8 or 16; 1 for fp4.
+/// at multiples of it): 1, 8 or 16; 1 for fp4. 16 takes 450 instructions per 8 KB where 1 takes 690 (256 x 512: 156 us
+/// against 169).
 template <class TQ, class TKv, class TO, int kDimQk_, int kDimVo_, class Variant_, int kWarps_, int kStages_, int kTile_, int kRun_ = 1>
 struct DecodeConfig {
   using Q = TQ;
@@ -152,14 +153,13 @@ struct DecodeLoader {
   const DecodeParams<Variant>& p;
   unsigned ring;
   int2* desc;
-  unsigned long long policy;
   /// Lane i < 16 holds word i of the item, and of the one after it.
   int words, next_words;
   int unit, head, head_end, pos, kv_start, kv_end, pages;
   int entries[kEntries];
   bool more;
 
-  __device__ __forceinline__ DecodeLoader(const DecodeParams<Variant>& p, unsigned ring, int2* desc) : p(p), ring(ring), desc(desc), policy(l2_read_once()) {}
+  __device__ __forceinline__ DecodeLoader(const DecodeParams<Variant>& p, unsigned ring, int2* desc) : p(p), ring(ring), desc(desc) {}
 
   __device__ __forceinline__ static int lane() { return threadIdx.x & 31; }
   __device__ __forceinline__ static int warp() { return __shfl_sync(~0u, threadIdx.x >> 5, 0); }
@@ -235,10 +235,10 @@ struct DecodeLoader {
       auto runs = [&](auto all) {
 #pragma unroll
         for (int i = 0; i < kEntries; ++i) {
-          copy_run<C::kRun, C::kKChunks, decltype(all)::value>(to, i * C::kRun, k.data + head * k.head + row_offset(k, page[i], row[i]), k.row,
-                                                               valid - i * C::kRun, k_bytes, policy);
-          copy_run<C::kRun, C::kVChunks, decltype(all)::value>(to + C::kKBytes, i * C::kRun, v.data + head * v.head + row_offset(v, page[i], row[i]),
-                                                               v.row, valid - i * C::kRun, v_bytes, policy);
+          constexpr bool kWhole = decltype(all)::value;
+          const int first = i * C::kRun, left = valid - first;
+          copy_run<C::kRun, C::kKChunks, kWhole>(to, first, k.data + head * k.head + row_offset(k, page[i], row[i]), k.row, left, k_bytes);
+          copy_run<C::kRun, C::kVChunks, kWhole>(to + C::kKBytes, first, v.data + head * v.head + row_offset(v, page[i], row[i]), v.row, left, v_bytes);
         }
       };
       if (whole) runs(Same<int, int>{});
@@ -247,10 +247,10 @@ struct DecodeLoader {
       long long at[kEntries];
 #pragma unroll
       for (int i = 0; i < kEntries; ++i) at[i] = row_offset(k, page[i], row[i]);
-      copy_rows<C::kTile, C::kKChunks>(to, k.data + head * k.head, at, valid, k_bytes, policy);
+      copy_rows<C::kTile, C::kKChunks>(to, k.data + head * k.head, at, valid, k_bytes);
 #pragma unroll
       for (int i = 0; i < kEntries; ++i) at[i] = row_offset(v, page[i], row[i]);
-      copy_rows<C::kTile, C::kVChunks>(to + C::kKBytes, v.data + head * v.head, at, valid, v_bytes, policy);
+      copy_rows<C::kTile, C::kVChunks>(to + C::kKBytes, v.data + head * v.head, at, valid, v_bytes);
     }
     if constexpr (C::kScaled) {
       const unsigned scales = to + C::kKBytes + C::kVBytes;
@@ -268,9 +268,7 @@ struct DecodeLoader {
   /// Issues the copies of the next tile into stage `slot`, as one group; an empty group at the end.
   __device__ __forceinline__ void issue(int slot) {
     if (more) {
-      // By a shuffle, so that no part of the address is known to be uniform: ptxas 13.0 takes [register + uniform register]
-      // for the copies of head dim 256 and then, with a cache hint, leaves base and descriptor out: illegal instruction.
-      const unsigned to = __shfl_sync(~0u, ring + slot * C::kStageBytes, 0);
+      const unsigned to = ring + slot * C::kStageBytes;
       const int valid = kv_end - pos, at = head;
       unsigned page[kEntries];
       long long row[kEntries];
@@ -689,7 +687,7 @@ __global__ void __launch_bounds__(C::kThreads, kMinBlocks) decode(const __grid_c
       }
       if (w.partial >= 0) {
         if (last_part(p.out, merge_at, merge.parts, slots + C::kWarps)) {
-          merge_parts<V, typename C::Out, 4, FIR_AHEAD>(p.out, p.variant, w, head, p.group, merge, p.kv.dim_vo, v_scale);
+          merge_parts<V, typename C::Out, 4, 16>(p.out, p.variant, w, head, p.group, merge, p.kv.dim_vo, v_scale);
         }
       }
       __syncthreads();

@@ -82,8 +82,7 @@ __device__ __forceinline__ long long shuffle64(long long x, int lane) {
 /// `valid` on, and chunks from `row_bytes` on, become zeros.
 template <int kRows, int kChunks>
 __device__ __forceinline__ void copy_rows(unsigned shared, const unsigned char* base,
-                                          const long long (&offsets)[(kRows + 31) / 32], int valid, int row_bytes,
-                                          unsigned long long policy) {
+                                          const long long (&offsets)[(kRows + 31) / 32], int valid, int row_bytes) {
   static_assert(kRows * kChunks % 32 == 0);
   const int lane = threadIdx.x & 31;
 #pragma unroll
@@ -92,7 +91,7 @@ __device__ __forceinline__ void copy_rows(unsigned shared, const unsigned char* 
     // 32 rows take kChunks copies, so the register is known when this is compiled.
     const long long offset = shuffle64(offsets[i / kChunks], row & 31);
     const bool there = row < valid && chunk * 16 < row_bytes;
-    cp_async_16(shared + SwizzledRows<kChunks>::offset(row, chunk), base + offset + (there ? chunk * 16 : 0), there ? 16 : 0, policy);
+    cp_async_16(shared + SwizzledRows<kChunks>::offset(row, chunk), base + offset + (there ? chunk * 16 : 0), there ? 16 : 0);
   }
 }
 
@@ -100,7 +99,7 @@ __device__ __forceinline__ void copy_rows(unsigned shared, const unsigned char* 
 /// of one page take a pointer, not a shuffle and a product each. With `kWhole`, all rows and chunks are there.
 template <int kRows, int kChunks, bool kWhole>
 __device__ __forceinline__ void copy_run(unsigned shared, int first, const unsigned char* from, long long stride, int valid,
-                                         int row_bytes, unsigned long long policy) {
+                                         int row_bytes) {
   static_assert(kRows * kChunks % 32 == 0);
   const int lane = threadIdx.x & 31;
   constexpr bool kEven = 32 % kChunks == 0;  // every step of 32 chunks is so many rows
@@ -111,11 +110,11 @@ __device__ __forceinline__ void copy_run(unsigned shared, int first, const unsig
     const int chunk = kEven ? lane % kChunks : (i * 32 + lane) % kChunks;
     const unsigned to = shared + SwizzledRows<kChunks>::offset(first + row, chunk);
     if constexpr (kWhole && kEven) {
-      cp_async_16(to, at, policy);
+      cp_async_16(to, at);
       at += 32 / kChunks * stride;
     } else {
       const bool there = kWhole || (row < valid && chunk * 16 < row_bytes);
-      cp_async_16(to, there ? from + row * stride + chunk * 16 : from, there ? 16 : 0, policy);
+      cp_async_16(to, there ? from + row * stride + chunk * 16 : from, there ? 16 : 0);
     }
   }
 }

@@ -83,18 +83,11 @@ __device__ __forceinline__ RowContext row_context(const WorkItem& w, const Token
   return c;
 }
 
-/// Writes elements `column..column + kCount` of a finished row: `o`, `m` (base 2) and `d` as summed.
+/// Normalises elements `column..column + kCount` of a row, and writes them.
 template <class V, class TO, int kCount>
-__device__ __forceinline__ void finish_row(const OutParams& out, const typename V::Params& params, const WorkItem& w, int head,
-                                           int group, int row, int column, float v_scale, float (&o)[kCount], float m, float d) {
+__device__ __forceinline__ void write_row(const OutParams& out, const typename V::Params& params, const WorkItem& w, int head,
+                                          int group, int row, int column, float v_scale, float (&o)[kCount], float m, float d) {
   const long long token = w.q_start + row / group, qo_head = static_cast<long long>(head) * group + row % group;
-  if constexpr (Same<TO, State>::value) {
-    float* rows = reinterpret_cast<float*>(out.out + token * out.out_token + qo_head * out.out_head) + column;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) rows[i] = o[i] * v_scale;
-    if (column == 0) reinterpret_cast<float2*>(out.lse)[token * out.lse_token + qo_head * out.lse_head] = make_float2(m, d);
-    return;
-  }
   float scale = v_scale;
   if constexpr (V::kSoftmax) {
     if constexpr (V::kHasInit) {
@@ -125,6 +118,21 @@ __device__ __forceinline__ void finish_row(const OutParams& out, const typename 
   }
   if (V::kSoftmax && out.lse != nullptr && column == 0) {
     out.lse[token * out.lse_token + qo_head * out.lse_head] = d == 0.0f ? neg_inf() : m + log2f(d);
+  }
+}
+
+/// Ends elements `column..column + kCount` of a row: `o`, `m` (base 2) and `d` as summed.
+template <class V, class TO, int kCount>
+__device__ __forceinline__ void finish_row(const OutParams& out, const typename V::Params& params, const WorkItem& w, int head,
+                                           int group, int row, int column, float v_scale, float (&o)[kCount], float m, float d) {
+  if constexpr (Same<TO, State>::value) {
+    const long long token = w.q_start + row / group, qo_head = static_cast<long long>(head) * group + row % group;
+    float* to = reinterpret_cast<float*>(out.out + token * out.out_token + qo_head * out.out_head) + column;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) to[i] = o[i] * v_scale;
+    if (column == 0) reinterpret_cast<float2*>(out.lse)[token * out.lse_token + qo_head * out.lse_head] = make_float2(m, d);
+  } else {
+    write_row<V, TO>(out, params, w, head, group, row, column, v_scale, o, m, d);
   }
 }
 

@@ -12,57 +12,20 @@ __device__ __forceinline__ unsigned shared_address(const void* p) {
   return static_cast<unsigned>(__cvta_generic_to_shared(p));
 }
 
-#ifndef FIR_L2
-#define FIR_L2 1
-#endif
-
-/// How L2 treats what is read once: the lines come in as the first to leave again, so that a stream of hundreds of MB
-/// displaces its own lines and neither what the next kernel wants nor (which costs bandwidth now) lines to be written back.
-__device__ __forceinline__ unsigned long long l2_read_once() {
-  unsigned long long policy = 0;
-#if FIR_L2 == 1 || FIR_L2 == 2 || FIR_L2 == 3
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-#elif FIR_L2 == 6
-  asm("createpolicy.fractional.L2::evict_unchanged.b64 %0, 1.0;" : "=l"(policy));
-#endif
-  return policy;
-}
-
 /// 16 bytes, past L1. `bytes` below 16 reads so many and fills the rest with zeros; 0 reads nothing, but the address
-/// must still be one that could be read.
-__device__ __forceinline__ void cp_async_16(unsigned shared, const void* global, unsigned bytes, unsigned long long policy) {
-  // The hint: a whole 128-byte line comes to L2, of which other lanes ask the rest anyway.
-#if FIR_L2 == 0
+/// must still be one that could be read. A whole 128-byte line comes to L2, of which other lanes ask the rest anyway.
+///
+/// No cache policy: `evict_first` for KV brought nothing on an H200 whose L2 was clean (64 x 2048: 130.3 us against 130.7)
+/// and cost 4 % of large batches (64 x 8192: 509 against 490). It hid 1 to 3 us of small ones where the kernel before had left L2 full of
+/// lines to write back, and no more. Nor do hinted copies come out right everywhere: ptxas 13.0 takes [register + uniform
+/// register] for their shared address and then leaves base and descriptor unset, an illegal instruction.
+__device__ __forceinline__ void cp_async_16(unsigned shared, const void* global, unsigned bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
-#elif FIR_L2 == 2
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(shared), "l"(global), "r"(bytes), "l"(policy) : "memory");
-#elif FIR_L2 == 3
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::256B [%0], [%1], 16, %2, %3;" ::"r"(shared), "l"(global), "r"(bytes), "l"(policy) : "memory");
-#elif FIR_L2 == 4
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
-#elif FIR_L2 == 5
-  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
-#else
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(shared), "l"(global), "r"(bytes), "l"(policy)
-               : "memory");
-#endif
 }
 
 /// The same, all 16 bytes.
-__device__ __forceinline__ void cp_async_16(unsigned shared, const void* global, unsigned long long policy) {
-#if FIR_L2 == 0
+__device__ __forceinline__ void cp_async_16(unsigned shared, const void* global) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
-#elif FIR_L2 == 2
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "l"(policy) : "memory");
-#elif FIR_L2 == 3
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::256B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "l"(policy) : "memory");
-#elif FIR_L2 == 4
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
-#elif FIR_L2 == 5
-  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
-#else
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "l"(policy) : "memory");
-#endif
 }
 
 /// 4 bytes, as above.

@@ -136,7 +136,7 @@ impl<'a> Call<'a> {
 
     /// Names memory that a plan or its scratch lends to the launches, for the records of a dry run.
     pub(crate) fn name(&mut self, name: &'static str, start: u64, len: usize) {
-        if let Lane::Dry(_) = self.gpu.lane() {
+        if let (Lane::Dry(_), 1..) = (self.gpu.lane(), len) {
             self.args.push(Arg { name, start, len, buffer: None, out: None });
         }
     }

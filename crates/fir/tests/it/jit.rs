@@ -14,13 +14,21 @@ use fir::jit::{self, Cubin, Origin, Source};
 /// multiprocessor, one with 64 fills half of it.
 const REGISTERS: &[(&str, u32)] = &[
     ("activation", 48),
+    // Bound by shared memory: two blocks of 128 threads to a multiprocessor, which has registers for 255 each.
+    ("attention/decode", 255),
+    ("attention/levels", 64),
     ("attention/merge", 64),
+    // Not made for speed.
+    ("attention/plain", 255),
     ("norm", 64),
     ("page", 32),
     ("quantize", 128),
     ("rope", 48),
     ("tokens", 128),
 ];
+
+/// Bytes that a kernel may spill all the same, by a part of its name: accumulators of 256 columns beside fragments of fp8.
+const SPILLS: &[(&str, u32)] = &[("E4m3, fir::Bf16, 256", 64), ("E5m2, fir::Bf16, 256", 64)];
 
 /// Whether there is a compiler; says so when not, and fails when there must be one.
 #[expect(clippy::print_stderr, reason = "a skip must be seen")]
@@ -70,7 +78,8 @@ fn every_kernel_compiles_for_sm_90a_within_its_budget() {
         };
         let budget = REGISTERS.iter().find(|(family, _)| *family == source.family());
         let (_, budget) = budget.unwrap_or_else(|| panic!("{} has no budget of registers", source.family()));
-        if usage.registers > *budget || usage.spilled > 0 || usage.registers == 0 {
+        let spills = SPILLS.iter().find(|(part, _)| source.name().contains(part)).map_or(0, |(_, bytes)| *bytes);
+        if usage.registers > *budget || usage.spilled > spills || usage.registers == 0 {
             faults.push(format!("{}: {usage:?}, budget {budget} registers", source.name()));
         }
         let max: &mut u32 = most.entry(source.family()).or_default();

@@ -5,6 +5,8 @@ mod attention;
 #[cfg(feature = "cuda")]
 mod dry;
 #[cfg(feature = "cuda")]
+mod dry_attention;
+#[cfg(feature = "cuda")]
 mod dry_tokens;
 mod gemm;
 mod hostile;

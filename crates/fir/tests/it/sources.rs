@@ -9,10 +9,10 @@ const FENCE: &[&str] =
 
 /// Parts of the library that share a budget of lines, tests not counted. Raising one is a commit of its own.
 const BUDGETS: &[(&[&str], usize)] = &[
-    (&["tensor", "kv", "variant", "plan"], 6_700),
+    (&["tensor", "kv", "variant", "plan"], 6_900),
     (&["ops", "reference", "testing"], 8_800),
     (&["cpu"], 11_900),
-    (&["cuda"], 2_500),
+    (&["cuda"], 5_400),
 ];
 
 /// Files above this many lines are printed: there is probably a second noun in them.

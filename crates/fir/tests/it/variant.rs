@@ -559,7 +559,9 @@ impl Trial {
                 ParamType::Bits => {
                     array(c.bytes.iter().map(|&x| x.into()).collect());
                     array(c.indptr.iter().map(|&x| x as u32).collect());
-                    format!("int n; p.{name}.data = bytes(); p.{name}.indptr = array<int>(n); p.{name}.batch = n - 1;")
+                    format!(
+                        "int n, m; p.{name}.data = bytes(m); p.{name}.len = m; p.{name}.indptr = array<int>(n); p.{name}.batch = n - 1;"
+                    )
                 }
                 other => panic!("{other}"),
             };
@@ -585,8 +587,8 @@ template <typename T> static T* array(int& n) {
   for (int i = 0; i < n; i++) { int w = i32(); memcpy(x + i, &w, 4); }
   return x;
 }
-static unsigned char* bytes() {
-  int n = i32();
+static unsigned char* bytes(int& n) {
+  n = i32();
   // Exactly as many as there are, so that a memory checker would see a read past them.
   unsigned char* x = (unsigned char*)malloc(n);
   for (int i = 0; i < n; i++) x[i] = (unsigned char)i32();

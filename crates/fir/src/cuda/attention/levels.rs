@@ -93,8 +93,11 @@ impl States {
         Ok(Self { o: Address(o), md: Address(md), levels, tokens, heads, dim })
     }
 
-    pub(super) fn bytes(&self) -> usize {
-        self.levels * self.tokens * self.heads * self.dim * 4
+    /// Names them for the records of a dry run.
+    pub(super) fn name(&self, call: &mut Call<'_>) {
+        let rows = self.levels * self.tokens * self.heads;
+        call.name("states", self.o.0, rows * self.dim * 4);
+        call.name("states' md", self.md.0, rows * 8);
     }
 
     /// Where level `level` goes: pairs take the place of `lse`.
@@ -130,7 +133,7 @@ impl Plan {
         };
         let rows = states.tokens * states.heads;
         let Some(kernel) = self.levels.as_ref().filter(|_| rows > 0) else { return call.finish() };
-        call.name("states", states.o.0, states.bytes());
+        states.name(&mut call);
         self.list.name(&mut call);
         let params = LevelsParams {
             out,

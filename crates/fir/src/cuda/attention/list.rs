@@ -262,3 +262,75 @@ impl List {
         own.wait(&stream.record()?)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cuda::arch::Arch;
+    use crate::plan::{Cut, Entry, Schedule, Split, Token};
+
+    /// Every worker finds its items in order, each part its merge, and refilling leaves everything in its place.
+    #[test]
+    fn a_list_is_its_schedule() {
+        let gpu = Gpu::dry(Arch::HOPPER);
+        let mut list = List::new(&gpu, 8, 20).unwrap();
+        let place = list.items();
+        for (lens, split) in [
+            (&[900u32, 3, 0, 64, 700][..], Split::Balanced),
+            (&[1; 8], Split::Balanced),
+            (&[], Split::Balanced),
+            // What is cut more often may need more room.
+            (&[500, 900], Split::Fixed(64)),
+            (&[500, 900], Split::Off),
+        ] {
+            let (mut tokens, ones) = (Vec::new(), vec![1; lens.len()]);
+            Token::list(&ones, lens, &mut tokens);
+            let entry = |(r, &kv_end): (usize, &u32)| Entry {
+                request: r as u32,
+                q_start: r as u32,
+                q_len: 1,
+                kv_start: 0,
+                kv_end,
+            };
+            let entries: Vec<_> = lens.iter().enumerate().map(entry).collect();
+            let mut schedule = Schedule::default();
+            schedule.fill(Cut { workers: 20, kv_heads: 3, group: 4, split }, &entries).unwrap();
+            list.fill(Batch { schedule: &schedule, tokens: &tokens, kv_lens: lens, kv_base: None }, 20).unwrap();
+            let [_, at_merges, _, at_items, _] = list.room.offsets();
+            let items: Vec<WorkItem> =
+                list.bytes[at_items..].chunks_exact(64).map(bytemuck::pod_read_unaligned).collect();
+            for w in 0..20 {
+                let (mut at, mut found) = (w as i32, Vec::new());
+                while at >= 0 && items[at as usize].tokens > 0 {
+                    found.push(items[at as usize]);
+                    at = found[found.len() - 1].next;
+                }
+                let own = schedule.of(w);
+                assert_eq!(found.len(), own.len(), "{lens:?} {split:?} worker {w}");
+                for (got, want) in found.iter().zip(own) {
+                    assert_eq!((got.q_start, got.tokens), (want.q_start as i32, want.q_len as i32));
+                    assert_eq!((got.head_start, got.head_end), (want.head_start as i32, want.head_end as i32));
+                    assert_eq!((got.kv_start, got.kv_end), (want.kv_start as i32, want.kv_end as i32));
+                    assert_eq!((got.kv_len, got.pages), (lens[want.request as usize] as i32, want.request as i32));
+                    assert_eq!(got.partial < 0, want.partial == Item::WHOLE);
+                    for head in want.head_start..want.head_end {
+                        let Some(merge) = schedule.merges().get(got.merge as usize + (head - want.head_start) as usize)
+                        else {
+                            assert!(got.partial < 0);
+                            continue;
+                        };
+                        let is_own = (merge.q_start, merge.head) == (want.q_start, head);
+                        assert!(got.partial < 0 || is_own, "{lens:?} {split:?} worker {w}");
+                    }
+                }
+            }
+            for (i, m) in schedule.merges().iter().enumerate() {
+                let got: MergeItem = bytemuck::pod_read_unaligned(&list.bytes[at_merges + 16 * i..][..16]);
+                assert_eq!((got.first, got.stride, got.parts), (m.first as i32, m.stride as i32, m.parts as i32));
+            }
+            if split == Split::Balanced {
+                assert_eq!(list.items(), place, "{lens:?}");
+            }
+        }
+    }
+}

@@ -326,7 +326,7 @@ impl Plan {
                 OutRows { out: call.write("out", out)?, token, head, lse }
             }
             Sink::Level(states, level) => {
-                call.name("states", states.o.0, states.bytes());
+                states.name(&mut call);
                 states.level(level)
             }
         };

@@ -132,10 +132,10 @@ impl Backend {
     }
 
     /// An executor of the other kind than the plan's.
+    #[cfg(feature = "cuda")]
     pub(super) fn refuse(&self, op: &'static str, exec: &Exec) -> Error {
         let own = match self {
             Self::Cpu(_) => "a CPU",
-            #[cfg(feature = "cuda")]
             Self::Cuda(_) => "a CUDA device",
         };
         Error::value(op, "exec", format!("{exec:?}"), format!("{own}, as planned"))
@@ -473,7 +473,7 @@ impl BatchPlan {
     pub(super) fn with_launch<R>(
         &self,
         op: &'static str,
-        exec: &Exec,
+        #[cfg_attr(not(feature = "cuda"), expect(unused))] exec: &Exec,
         q: TensorRef<'_>,
         kv: Kv<'_>,
         params: &Params<'_>,
@@ -482,7 +482,11 @@ impl BatchPlan {
     ) -> Result<R> {
         let p = &self.problem;
         let (sm_scale, q_factor) = split_scale(self.check_args(op, &q, &kv, sm_scale)?);
-        let Backend::Cpu(shape) = self.backend else { return Err(self.backend.refuse(op, exec)) };
+        let shape = match self.backend {
+            Backend::Cpu(shape) => shape,
+            #[cfg(feature = "cuda")]
+            Backend::Cuda(_) => return Err(self.backend.refuse(op, exec)),
+        };
         let (pool, bound) = (kv.pool(), self.bind(Place::Host, params)?);
         if let Kv::Paged(_, table) = kv {
             table.check_host(op)?;

@@ -1,0 +1,141 @@
+//! The dry lane of attention: one launch per layer, whatever the batch, and what it is given.
+
+use std::fmt::Write as _;
+
+use fir::attention::{
+    BatchArgs, BatchPlan, CascadeArgs, CascadeLevel, CascadePlan, DecodeArgs, DecodePlan, MlaArgs, MlaPlan, MlaProblem,
+    Problem, Split,
+};
+use fir::exec::{Arch, Gpu, Launch};
+use fir::kv::{Kv, KvLayout, PageTable, PagedKv, PagedMla, Ragged, RaggedKv};
+use fir::variant::{self, Params};
+use fir::{DType, Exec, Result, Tensor, jit};
+
+/// The launches of `work` on an H200 that is not there.
+fn record(work: impl FnOnce(&Exec) -> Result<()>) -> Vec<Launch> {
+    let gpu = Gpu::dry(Arch::HOPPER);
+    work(&Exec::Cuda(gpu.clone())).unwrap();
+    gpu.launches()
+}
+
+/// The same as text, each of a kernel that the JIT lane compiles.
+fn launches(work: impl FnOnce(&Exec) -> Result<()>) -> String {
+    let (mut text, kernels) = (String::new(), jit::kernels());
+    for launch in record(work) {
+        assert!(kernels.iter().any(|k| k.name() == launch.kernel), "{} is not in jit::kernels()", launch.kernel);
+        writeln!(text, "{launch}").unwrap();
+    }
+    text
+}
+
+fn zeros(dtype: DType, shape: &[usize]) -> Tensor {
+    Tensor::zeros(dtype, shape).unwrap()
+}
+
+/// Requests of 700, 5, 0 and 300 tokens in pages of 16.
+fn table() -> PageTable<'static> {
+    let indptr = vec![0, 44, 45, 45, 64];
+    PageTable::with_lens(16, 64, indptr, (0..64).rev().collect::<Vec<i32>>(), &[700, 5, 0, 300]).unwrap()
+}
+
+#[test]
+fn a_decode_step_is_one_launch() {
+    let (table, q) = (table(), zeros(DType::BF16, &[4, 32, 128]));
+    let mut text = String::new();
+    for kv in [DType::BF16, DType::E4M3] {
+        let pool = zeros(kv, &[64, 2, 16, 8, 128]);
+        let problem = Problem { kv_dtype: kv, ..Problem::new(32, 8, 128, DType::BF16, variant::standard()) };
+        let (mut out, mut lse) = (zeros(DType::BF16, &[4, 32, 128]), zeros(DType::F32, &[4, 32]));
+        text += &launches(|exec| {
+            let mut plan = DecodePlan::with_capacity(exec, problem, 8, Split::Balanced)?;
+            plan.refill(&[9; 8])?;
+            plan.refill(table.lens())?;
+            let scratch = &mut plan.scratch();
+            // Two layers: nothing but addresses may differ.
+            for _ in 0..2 {
+                let kv = Kv::Paged(PagedKv::interleaved(pool.view(), KvLayout::Nhd)?.with_scales(0.5, 2.0)?, &table);
+                let (params, out, lse) = (&Params::new(), out.view_mut(), Some(lse.view_mut()));
+                plan.run(exec, DecodeArgs { q: q.view(), kv, params, sm_scale: None, scratch, out, lse })?;
+            }
+            Ok(())
+        });
+    }
+    insta::assert_snapshot!(text);
+}
+
+#[test]
+fn rows_that_are_not_aligned_and_f32_go_through_the_plain_kernel() {
+    let (qo, kv_lens) = (Ragged::from_lens(&[3, 1]).unwrap(), Ragged::from_lens(&[40, 9]).unwrap());
+    let mut text = String::new();
+    for (dtype, pad) in [(DType::F32, 0), (DType::BF16, 8), (DType::BF16, 1)] {
+        let wide = zeros(dtype, &[49, 2, 128 + pad]);
+        let (q, mut out) = (zeros(dtype, &[4, 4, 128]), zeros(dtype, &[4, 4, 128]));
+        let slopes = [0.5, 0.25, 0.125, 1.0];
+        let (variant, params) = (variant::alibi(), Params::new().f32_tensor("alibi_slopes", &slopes));
+        let taken = record(|exec| {
+            let problem = Problem::new(4, 2, 128, dtype, variant);
+            let plan = BatchPlan::new(exec, problem, &qo, kv_lens.lens(), Split::Fixed(64))?;
+            let rows = wide.view().slice(2, 0..128)?;
+            let kv = Kv::Ragged(RaggedKv::new(rows, rows, &kv_lens)?);
+            let (q, scratch, out) = (q.view(), &mut plan.scratch(), out.view_mut());
+            plan.run(exec, BatchArgs { q, kv, params: &params, sm_scale: None, scratch, out, lse: None })
+        });
+        for launch in taken {
+            writeln!(text, "# {dtype}, rows of {}\n{launch}", 128 + pad).unwrap();
+        }
+    }
+    insta::assert_snapshot!(text);
+}
+
+#[test]
+fn a_cascade_is_a_launch_per_level_and_one_to_merge() {
+    let (table, prefix) = (table(), PageTable::with_lens(16, 64, vec![0, 2], vec![7, 8], &[32]).unwrap());
+    let (all, each) = (Ragged::from_lens(&[4]).unwrap(), Ragged::ones(4).unwrap());
+    let (q, pool, mut out) =
+        (zeros(DType::BF16, &[4, 8, 128]), zeros(DType::BF16, &[64, 16, 2, 128]), zeros(DType::BF16, &[4, 8, 128]));
+    let text = launches(|exec| {
+        let levels = [CascadeLevel { qo: &all, kv_lens: &[32] }, CascadeLevel { qo: &each, kv_lens: table.lens() }];
+        let problem = Problem::new(8, 2, 128, DType::BF16, variant::causal());
+        let plan = CascadePlan::new(exec, problem, &levels, Split::Balanced)?;
+        let pool = PagedKv::new(pool.view(), pool.view(), KvLayout::Nhd)?;
+        let kv = &[Kv::Paged(pool, &prefix), Kv::Paged(pool, &table)];
+        let (scratch, out, params) = (&mut plan.scratch()[..], out.view_mut(), &Params::new());
+        plan.run(exec, CascadeArgs { q: q.view(), kv, params, sm_scale: None, scratch, out, lse: None })
+    });
+    insta::assert_snapshot!(text);
+}
+
+#[test]
+fn latent_attention_is_one_launch() {
+    let (table, qo) = (table(), Ragged::ones(4).unwrap());
+    let (heads, d) = (128, DType::BF16);
+    let (ckv, kpe) = (zeros(d, &[64, 16, 512]), zeros(d, &[64, 16, 64]));
+    let (q_nope, q_pe, mut out) = (zeros(d, &[4, heads, 512]), zeros(d, &[4, heads, 64]), zeros(d, &[4, heads, 512]));
+    let text = launches(|exec| {
+        let (q_dtype, kv_dtype, out_dtype) = (d, d, d);
+        let problem =
+            MlaProblem { heads, head_dim_ckv: 512, head_dim_kpe: 64, q_dtype, kv_dtype, out_dtype, causal: true };
+        let plan = MlaPlan::new(exec, problem, &qo, table.lens(), Split::Balanced)?;
+        let (kv, scratch) = (PagedMla::new(ckv.view(), kpe.view())?, &mut plan.scratch());
+        let (q_nope, q_pe, out, table) = (q_nope.view(), q_pe.view(), out.view_mut(), &table);
+        plan.run(exec, MlaArgs { q_nope, q_pe, kv, table, sm_scale: 0.1, scratch, out, lse: None })
+    });
+    insta::assert_snapshot!(text);
+}
+
+#[test]
+fn plans_and_executors_of_two_kinds_refuse_each_other() {
+    let (gpu, cpu) = (Exec::dry(Arch::HOPPER), Exec::cpu().unwrap());
+    let problem = Problem::new(4, 2, 64, DType::F32, variant::standard());
+    let (q, pool, mut out) =
+        (zeros(DType::F32, &[1, 4, 64]), zeros(DType::F32, &[1, 16, 2, 64]), zeros(DType::F32, &[1, 4, 64]));
+    let table = PageTable::with_lens(16, 1, vec![0, 1], vec![0], &[7]).unwrap();
+    for (planned, run) in [(&gpu, &cpu), (&cpu, &gpu)] {
+        let plan = DecodePlan::new(planned, problem.clone(), &[7], Split::Balanced).unwrap();
+        let kv = Kv::Paged(PagedKv::new(pool.view(), pool.view(), KvLayout::Nhd).unwrap(), &table);
+        let (params, scratch, out) = (&Params::new(), &mut plan.scratch(), out.view_mut());
+        let error = plan.run(run, DecodeArgs { q: q.view(), kv, params, sm_scale: None, scratch, out, lse: None });
+        let text = error.unwrap_err().to_string();
+        assert!(text.starts_with("BatchPlan::run: `exec` is") && text.ends_with("as planned"), "{text}");
+    }
+}
