@@ -196,10 +196,18 @@ struct Row {
         }
     }
 
+    /// Makes the compiler forget what it derived from `x`: without it keys and comparisons of one pass stay alive for the next, 32
+    /// registers more, and are spilled.
+    __device__ __forceinline__ void forget() {
+#pragma unroll
+        for (int i = 0; i < kPer; ++i) asm volatile("" : "+f"(x[i]));
+    }
+
     /// Calls `f(unit)` with `x` filled for every unit of this warp; in all lanes.
     template <class F>
     __device__ __forceinline__ void each(F f) {
         if constexpr (kResident) {
+            forget();
             f(unit);
         } else {
             for (i32 u = unit; u < unit_end; ++u) {

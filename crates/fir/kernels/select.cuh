@@ -354,6 +354,7 @@ struct Search {
             in += c;
             if (c > 0) {
                 u32 at = atomicAdd(&s.list_count, c);
+                row.forget();
 #pragma unroll
                 for (int i = 0; i < R::kPer; ++i) {
                     const i32 y = key(row.x[i]);
