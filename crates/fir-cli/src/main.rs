@@ -1,4 +1,5 @@
-//! The command line of fir: `fir demo` shows the library at work in a terminal, `fir tune` fits it to a machine.
+//! The command line of fir: `fir demo` shows the library at work in a terminal, `fir tune` fits it to a machine, `fir jit`
+//! compiles kernels ahead of their first use.
 #![forbid(unsafe_code)]
 
 mod cmd;
@@ -22,6 +23,8 @@ struct Cli {
 enum Command {
     /// Plans, runs, checks and times a batch of requests that share a system prompt
     Demo(cmd::demo::Options),
+    /// Compiles, lists and removes the kernels of CUDA devices
+    Jit(cmd::jit::Options),
     /// Measures the kernels' block sizes on this machine and saves them
     Tune(cmd::tune::Options),
 }
@@ -29,6 +32,7 @@ enum Command {
 fn main() -> anyhow::Result<ExitCode> {
     let done = match Cli::parse().command {
         Command::Demo(options) => cmd::demo::run(&options, style(), &mut stdout().lock()),
+        Command::Jit(options) => cmd::jit::run(&options, &mut stdout()),
         Command::Tune(options) => cmd::tune::run(&options, &mut stdout().lock()),
     };
     match done {

@@ -2,6 +2,8 @@
 
 use crate::error::{Error, Result};
 
+/// Folder of compiled kernels. Default: `fir` in `$XDG_CACHE_HOME`, or in `~/.cache`.
+pub const FIR_CACHE_DIR: &str = "FIR_CACHE_DIR";
 /// Instruction level of the CPU kernels: `portable`, `avx2`, `avx512`, `amx`. Default: the highest this CPU has.
 pub const FIR_CPU_LEVEL: &str = "FIR_CPU_LEVEL";
 /// Sizes of the CPU kernels' blocks: `default`, or a file as `fir tune` writes them. Default: what that saved on this
@@ -9,6 +11,13 @@ pub const FIR_CPU_LEVEL: &str = "FIR_CPU_LEVEL";
 pub const FIR_CPU_TUNING: &str = "FIR_CPU_TUNING";
 /// Threads of the CPU kernels. Default: the cores this process may use.
 pub const FIR_CPU_THREADS: &str = "FIR_CPU_THREADS";
+/// NVRTC's library, or the folder it is in. Default: the one found in the CUDA toolkit, in Python's `nvidia` packages or on
+/// the loader's path.
+pub const FIR_NVRTC: &str = "FIR_NVRTC";
+/// `1`: tests that need a GPU fail instead of skipping.
+pub const FIR_REQUIRE_GPU: &str = "FIR_REQUIRE_GPU";
+/// `1`: tests that need NVRTC fail instead of skipping.
+pub const FIR_REQUIRE_NVRTC: &str = "FIR_REQUIRE_NVRTC";
 
 /// The parsed value of `name`, `None` when it is not set.
 pub(crate) fn read<T: std::str::FromStr>(name: &'static str, want: &str) -> Result<Option<T>> {

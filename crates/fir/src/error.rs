@@ -61,6 +61,18 @@ pub enum Error {
         /// What it must be.
         want: String,
     },
+    /// An argument lies where the executor cannot use it.
+    #[error("{op}: `{arg}` is in {got}, expected {want}")]
+    Place {
+        /// Operation.
+        op: &'static str,
+        /// Argument.
+        arg: &'static str,
+        /// Where it is.
+        got: String,
+        /// Where it must be.
+        want: String,
+    },
     /// A scalar, an index or a length is out of its range.
     #[error("{op}: `{arg}` is {got}, expected {want}")]
     Value {
@@ -93,6 +105,46 @@ pub enum Error {
         /// One line per candidate.
         why: Vec<String>,
     },
+    /// A device, its driver or its compiler is missing or of no use.
+    #[error("{what}: {got}; {hint}")]
+    Unavailable {
+        /// What was asked for.
+        what: String,
+        /// What was found.
+        got: String,
+        /// How to get it.
+        hint: String,
+    },
+    /// A device's driver refused a call.
+    #[error("{call}: the CUDA driver answered {code} ({name})")]
+    Driver {
+        /// The driver's function.
+        call: &'static str,
+        /// Its answer.
+        code: i32,
+        /// The driver's name for that.
+        name: String,
+    },
+    /// A kernel's text did not compile.
+    #[error("kernel `{kernel}` did not compile for {arch}; its source is {source_path}\n{log}")]
+    Compile {
+        /// Name of the kernel.
+        kernel: String,
+        /// Architecture.
+        arch: String,
+        /// File that the source was kept in.
+        source_path: String,
+        /// What the compiler said.
+        log: String,
+    },
+    /// A file could not be read or written.
+    #[error("{path}: {what}")]
+    Io {
+        /// The file or folder.
+        path: String,
+        /// What the system said.
+        what: String,
+    },
     /// An environment variable holds something that is not one of its values.
     #[error("environment variable {name}={got:?}, expected {want}")]
     Env {
@@ -109,6 +161,11 @@ impl Error {
     /// [`Error::Value`], from anything that prints.
     pub fn value(op: &'static str, arg: &'static str, got: impl ToString, want: impl ToString) -> Self {
         Self::Value { op, arg, got: got.to_string(), want: want.to_string() }
+    }
+
+    /// [`Error::Place`], from anything that prints.
+    pub fn place(op: &'static str, arg: &'static str, got: impl ToString, want: impl ToString) -> Self {
+        Self::Place { op, arg, got: got.to_string(), want: want.to_string() }
     }
 
     /// [`Error::Layout`], from anything that prints.

@@ -1,6 +1,13 @@
 //! [`Exec`]: where an operator runs.
 
 pub use crate::cpu::{exec::Cpu, level::Level, tuning::Tuning};
+#[cfg(feature = "cuda")]
+pub use crate::cuda::{
+    driver::{Event, Properties, Stream},
+    dry::Launch,
+    exec::Gpu,
+    jit::Arch,
+};
 use crate::error::Result;
 
 /// Where operators run; every one takes it first.
@@ -9,6 +16,9 @@ use crate::error::Result;
 pub enum Exec {
     /// Threads of this machine.
     Cpu(Cpu),
+    /// A CUDA device.
+    #[cfg(feature = "cuda")]
+    Cuda(Gpu),
 }
 
 impl Exec {
@@ -22,10 +32,35 @@ impl Exec {
         Cpu::with(level, threads).map(Self::Cpu)
     }
 
+    /// The CUDA device with this ordinal; see [`Gpu::new`].
+    #[cfg(feature = "cuda")]
+    pub fn cuda(ordinal: u32) -> Result<Self> {
+        Gpu::new(ordinal).map(Self::Cuda)
+    }
+
+    /// No device at all, as one of `arch`: launches are recorded and not run; see [`Gpu::dry`].
+    #[cfg(feature = "cuda")]
+    pub fn dry(arch: Arch) -> Self {
+        Self::Cuda(Gpu::dry(arch))
+    }
+
     /// Number of workers that plans cut their work for.
     pub fn workers(&self) -> usize {
         match self {
             Self::Cpu(cpu) => cpu.workers(),
+            #[cfg(feature = "cuda")]
+            Self::Cuda(gpu) => gpu.properties().multiprocessors as usize,
+        }
+    }
+
+    /// The CPU, for an operator that has no kernel elsewhere.
+    pub(crate) fn cpu_only(&self, #[cfg_attr(not(feature = "cuda"), expect(unused))] op: &'static str) -> Result<&Cpu> {
+        match self {
+            Self::Cpu(cpu) => Ok(cpu),
+            #[cfg(feature = "cuda")]
+            Self::Cuda(_) => {
+                Err(crate::error::Error::Unsupported { op, why: vec!["there is no CUDA kernel for it yet".into()] })
+            }
         }
     }
 }

@@ -25,7 +25,8 @@
 //! | [`attention`] | plans and single requests: paged, ragged, cascade, latent, sparse |
 //! | [`activation`], [`gemm`], [`moe`], [`norm`], [`page`], [`quantize`], [`rope`], [`sampling`], [`speculative`], [`topk`] | the other operators |
 //! | [`variant`] | what is done to a score between `q · k` and softmax |
-//! | [`exec`] | where they run: [`Exec`], CPU levels |
+//! | [`exec`] | where they run: [`Exec`], CPU levels, CUDA devices |
+//! | `jit` | the kernels of CUDA devices, compiled when first used; a guide |
 //! | [`kv`] | page tables, pools of pages, ragged offsets; a guide to the layouts |
 //! | [`plan`] | schedules: which worker does what; a guide to planning |
 //! | [`tune`] | measuring the sizes of blocks for this machine |
@@ -43,12 +44,15 @@
 //!
 //! | feature | default | what |
 //! |---|---|---|
+//! | `cuda` | yes | CUDA devices; loads their driver and compiler when asked for one, needs neither to build |
 //! | `testing` | no | the module `testing`, for tests of crates built on this one |
 //!
 //! Instruction sets and element types are no features: every build has them all, and the CPU decides when it runs.
 #![deny(unsafe_code, clippy::print_stdout, clippy::print_stderr)]
 
 mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
 pub mod env;
 pub mod error;
 pub mod exec;
@@ -65,6 +69,8 @@ pub mod testing;
 pub mod tune;
 pub mod variant;
 
+#[cfg(feature = "cuda")]
+pub use crate::cuda::jit;
 pub use crate::ops::{activation, attention, gemm, moe, norm, page, quantize, rope, sampling, speculative, topk};
 pub use crate::{
     error::{Error, Result},

@@ -13,7 +13,8 @@ const MARK: &str = "<!-- below: written by `cargo xtask bench --update` -->\n";
 
 pub(crate) fn run(op: Option<&str>, update: bool) -> Result<()> {
     let mut all = rust_files("crates/fir/benches")?;
-    all.retain(|name| name != "compared"); // `cargo xtask bench-cpu` runs it.
+    // `cargo xtask bench-cpu` runs the one, `cargo xtask gpu-bundle` takes the other to where a GPU is.
+    all.retain(|name| name != "compared" && name != "gpu");
     let names: Vec<_> = all.iter().filter(|name| op.is_none_or(|op| op == *name)).collect();
     ensure!(!names.is_empty(), "no bench is called {}; there are {}", op.unwrap_or_default(), all.join(", "));
     for name in names {

@@ -5,6 +5,7 @@
 mod bench;
 mod bench_cpu;
 mod deny;
+mod gpu;
 mod nightly;
 mod step;
 mod test;
@@ -50,6 +51,10 @@ enum Command {
     Miri,
     /// Runs all tests under the address sanitizer (nightly).
     Asan,
+    /// Compiles every kernel for sm_90a and some for every architecture, without a GPU; installs NVRTC for it.
+    Jit,
+    /// Makes target/gpu-bundle: tests and benches to run on a machine with a GPU, a driver and NVRTC.
+    GpuBundle,
     /// Prints the size of every part of the library beside its budget.
     Lines,
 }
@@ -74,6 +79,8 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Fuzz { minutes } => nightly::fuzz(minutes),
         Command::Miri => nightly::miri(),
         Command::Asan => nightly::asan(),
+        Command::Jit => gpu::jit()?.run(),
+        Command::GpuBundle => gpu::bundle(),
         Command::Lines => step::cargo("test -q -p fir-infer --test it sources::sizes_stay -- --nocapture").run(),
     }
 }

@@ -4,8 +4,8 @@ use std::time::Instant;
 
 use anyhow::{Result, bail};
 
-use crate::deny;
 use crate::step::{Step, cargo, rust_files};
+use crate::{deny, gpu};
 
 /// Results of all the test binaries run so far.
 #[derive(Default)]
@@ -19,6 +19,8 @@ enum Action {
     Run(Step),
     /// A test run, whose results are added up.
     Count(Step),
+    /// As `Count`, of the JIT lane; its compiler is installed first.
+    Jit,
     Deny,
 }
 
@@ -26,7 +28,7 @@ enum Action {
 ///
 /// Examples and benches run in the test profile, so that the library is compiled once for all of them.
 fn steps() -> Result<Vec<(String, Action)>> {
-    use Action::{Count, Deny, Run};
+    use Action::{Count, Deny, Jit, Run};
     let docs = cargo("doc --quiet --workspace --no-deps --all-features").env("RUSTDOCFLAGS", "-D warnings");
     let mut steps = vec![
         ("format", Run(cargo("fmt --all --check"))),
@@ -35,6 +37,7 @@ fn steps() -> Result<Vec<(String, Action)>> {
         ("default features", Run(cargo("clippy -p fir-infer -- -D warnings"))),
         ("docs", Run(docs)),
         ("tests", Count(cargo("test --workspace --all-features --no-fail-fast"))),
+        ("kernels", Jit),
         ("benches, checked but not timed", Run(cargo("test --quiet -p fir-infer --all-features --benches"))),
     ];
     let examples = rust_files("crates/fir/examples")?;
@@ -57,6 +60,7 @@ pub(crate) fn run() -> Result<()> {
         let result = match action {
             Action::Run(step) => step.run(),
             Action::Count(step) => counted(step, &mut tally),
+            Action::Jit => gpu::jit().and_then(|step| counted(step, &mut tally)),
             Action::Deny => deny::run(),
         };
         println!("== {} after {:.1} s", if result.is_ok() { "ok" } else { "FAILED" }, start.elapsed().as_secs_f64());

@@ -1,4 +1,5 @@
 //! The subcommands.
 
 pub(crate) mod demo;
+pub(crate) mod jit;
 pub(crate) mod tune;

@@ -1,6 +1,8 @@
 //! Gated activations, between the two matrix products of a feed-forward layer.
 
-use crate::cpu::activation::{Activation, Gelu, GeluTanh, Silu, act_and_mul};
+use crate::cpu;
+#[cfg(feature = "cuda")]
+use crate::cuda;
 use crate::error::{Error, Result};
 use crate::exec::Exec;
 use crate::tensor::{Dims, TensorMut, TensorRef};
@@ -12,7 +14,7 @@ use crate::tensor::{Dims, TensorMut, TensorRef};
 /// * `x`: `[tokens, 2 * d]` or `[batch, tokens, 2 * d]`, f32, f16 or bf16; rows contiguous
 /// * `out`: `[tokens, d]` or `[batch, tokens, d]`, as `x`
 pub fn silu_and_mul(exec: &Exec, x: TensorRef<'_>, out: TensorMut<'_>) -> Result<()> {
-    run(exec, "silu_and_mul", Silu, x, out)
+    run(exec, "silu_and_mul", Act::Silu, x, out)
 }
 
 /// GELU of the first half of each row, times the second half.
@@ -21,7 +23,7 @@ pub fn silu_and_mul(exec: &Exec, x: TensorRef<'_>, out: TensorMut<'_>) -> Result
 ///
 /// Shapes and types as in [`silu_and_mul`].
 pub fn gelu_and_mul(exec: &Exec, x: TensorRef<'_>, out: TensorMut<'_>) -> Result<()> {
-    run(exec, "gelu_and_mul", Gelu, x, out)
+    run(exec, "gelu_and_mul", Act::Gelu, x, out)
 }
 
 /// GELU by its tanh approximation of the first half of each row, times the second half.
@@ -30,10 +32,17 @@ pub fn gelu_and_mul(exec: &Exec, x: TensorRef<'_>, out: TensorMut<'_>) -> Result
 ///
 /// Shapes and types as in [`silu_and_mul`].
 pub fn gelu_tanh_and_mul(exec: &Exec, x: TensorRef<'_>, out: TensorMut<'_>) -> Result<()> {
-    run(exec, "gelu_tanh_and_mul", GeluTanh, x, out)
+    run(exec, "gelu_tanh_and_mul", Act::GeluTanh, x, out)
 }
 
-fn run(exec: &Exec, op: &'static str, act: impl Activation, x: TensorRef<'_>, out: TensorMut<'_>) -> Result<()> {
+#[derive(Clone, Copy)]
+enum Act {
+    Silu,
+    Gelu,
+    GeluTanh,
+}
+
+fn run(exec: &Exec, op: &'static str, act: Act, x: TensorRef<'_>, out: TensorMut<'_>) -> Result<()> {
     let mut dims = Dims::of(op);
     if x.shape().len() == 3 {
         dims.bind("x", &x, &["batch", "tokens", "2 * d"])?;
@@ -50,6 +59,19 @@ fn run(exec: &Exec, op: &'static str, act: impl Activation, x: TensorRef<'_>, ou
         return Err(Error::DType { op, arg: "out", got: out.dtype().name(), want: format!("{} as `x`", x.dtype()) });
     }
     match exec {
-        Exec::Cpu(cpu) => act_and_mul(cpu, op, act, x, out),
+        Exec::Cpu(on) => match act {
+            Act::Silu => cpu::activation::act_and_mul(on, op, cpu::activation::Silu, x, out),
+            Act::Gelu => cpu::activation::act_and_mul(on, op, cpu::activation::Gelu, x, out),
+            Act::GeluTanh => cpu::activation::act_and_mul(on, op, cpu::activation::GeluTanh, x, out),
+        },
+        #[cfg(feature = "cuda")]
+        Exec::Cuda(gpu) => {
+            let act = match act {
+                Act::Silu => cuda::activation::Activation::Silu,
+                Act::Gelu => cuda::activation::Activation::Gelu,
+                Act::GeluTanh => cuda::activation::Activation::GeluTanh,
+            };
+            cuda::activation::act_and_mul(gpu, op, act, x, out)
+        }
     }
 }

@@ -89,9 +89,7 @@ pub fn route(exec: &Exec, routing: Routing, args: RouteArgs<'_>) -> Result<()> {
     if !routing.scale.is_finite() {
         return Err(Error::value(OP, "scale", routing.scale, "a finite number"));
     }
-    match exec {
-        Exec::Cpu(cpu) => cpu::moe::route(cpu, OP, Route { routing, logits, bias, ids, weights }),
-    }
+    cpu::moe::route(exec.cpu_only(OP)?, OP, Route { routing, logits, bias, ids, weights })
 }
 
 /// The pairs of a token and one of its experts, sorted by expert: the order in which experts meet their rows.
@@ -236,10 +234,11 @@ pub fn moe_ffn(exec: &Exec, args: FfnArgs<'_>) -> Result<()> {
             w_down,
             out: out.reborrow().slice(0, range)?,
         };
-        match (exec, gate) {
-            (Exec::Cpu(cpu), Gate::Silu) => cpu::moe::ffn(cpu, OP, cpu::activation::Silu, ffn),
-            (Exec::Cpu(cpu), Gate::Gelu) => cpu::moe::ffn(cpu, OP, cpu::activation::Gelu, ffn),
-            (Exec::Cpu(cpu), Gate::GeluTanh) => cpu::moe::ffn(cpu, OP, cpu::activation::GeluTanh, ffn),
+        let cpu = exec.cpu_only(OP)?;
+        match gate {
+            Gate::Silu => cpu::moe::ffn(cpu, OP, cpu::activation::Silu, ffn),
+            Gate::Gelu => cpu::moe::ffn(cpu, OP, cpu::activation::Gelu, ffn),
+            Gate::GeluTanh => cpu::moe::ffn(cpu, OP, cpu::activation::GeluTanh, ffn),
         }?;
     }
     Ok(())

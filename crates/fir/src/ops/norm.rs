@@ -3,6 +3,8 @@
 //! Sums and products are f32 whatever the tensors' type. A row's result depends on that row alone.
 
 use crate::cpu::{self, norm::Params};
+#[cfg(feature = "cuda")]
+use crate::cuda;
 use crate::error::{Error, Result};
 use crate::exec::Exec;
 use crate::tensor::{DType, Dims, TensorMut, TensorRef};
@@ -111,6 +113,8 @@ pub fn qk_rms_norm(
         .map(|(weight_arg, weight)| Params { weight_arg, ..Params::rms(OP, weight, eps) });
     match exec {
         Exec::Cpu(cpu) => cpu::norm::pair_in_place(cpu, params, ["q", "k"], [q, k]),
+        #[cfg(feature = "cuda")]
+        Exec::Cuda(gpu) => cuda::norm::pair_in_place(gpu, params.map(on_cuda), ["q", "k"], [q, k]),
     }
 }
 
@@ -214,6 +218,8 @@ fn run(
     check_eps(p.op, p.eps)?;
     match exec {
         Exec::Cpu(cpu) => cpu::norm::norm(cpu, p, x, residual, out),
+        #[cfg(feature = "cuda")]
+        Exec::Cuda(gpu) => cuda::norm::norm(gpu, on_cuda(p), x, residual, out),
     }
 }
 
@@ -226,7 +232,15 @@ fn fused_add(exec: &Exec, p: Params<'_>, x: TensorMut<'_>, residual: TensorMut<'
     check_eps(p.op, p.eps)?;
     match exec {
         Exec::Cpu(cpu) => cpu::norm::fused_add(cpu, p, x, residual),
+        #[cfg(feature = "cuda")]
+        Exec::Cuda(gpu) => cuda::norm::fused_add(gpu, on_cuda(p), x, residual),
     }
+}
+
+#[cfg(feature = "cuda")]
+fn on_cuda(p: Params<'_>) -> cuda::norm::Norm<'_> {
+    let Params { op, weight, weight_arg, shift, bias, scale, eps } = p;
+    cuda::norm::Norm { op, weight: (weight_arg, weight), shift, bias, scale, eps }
 }
 
 fn axes_of(shape: &[usize]) -> &'static [&'static str] {

@@ -111,12 +111,9 @@ pub fn append_paged_kv(
     }
     let moves = slots.moves(OP, dims.get("nnz"), cache.k.shape()[0], cache.k.shape()[1])?;
     let [to_k, to_v] = targets(cache);
-    match exec {
-        Exec::Cpu(cpu) => {
-            cpu::page::append(cpu, OP, Tokens::plain(OP, "k", k)?, &moves, to_k)?;
-            cpu::page::append(cpu, OP, Tokens::plain(OP, "v", v)?, &moves, to_v)
-        }
-    }
+    let cpu = exec.cpu_only(OP)?;
+    cpu::page::append(cpu, OP, Tokens::plain(OP, "k", k)?, &moves, to_k)?;
+    cpu::page::append(cpu, OP, Tokens::plain(OP, "v", v)?, &moves, to_v)
 }
 
 /// Writes new tokens into the cache of latent attention.
@@ -141,12 +138,9 @@ pub fn append_paged_mla(
     }
     let moves = slots.moves(OP, dims.get("nnz"), cache.ckv.shape()[0], cache.ckv.shape()[1])?;
     let [to_ckv, to_kpe] = mla_targets(cache);
-    match exec {
-        Exec::Cpu(cpu) => {
-            cpu::page::append(cpu, OP, Tokens::plain(OP, "ckv", ckv)?, &moves, to_ckv)?;
-            cpu::page::append(cpu, OP, Tokens::plain(OP, "kpe", kpe)?, &moves, to_kpe)
-        }
-    }
+    let cpu = exec.cpu_only(OP)?;
+    cpu::page::append(cpu, OP, Tokens::plain(OP, "ckv", ckv)?, &moves, to_ckv)?;
+    cpu::page::append(cpu, OP, Tokens::plain(OP, "kpe", kpe)?, &moves, to_kpe)
 }
 
 /// Request and position of each appended token, from how many each request gets and how long it then is.
@@ -178,17 +172,14 @@ pub fn batch_indices_positions(
         batch_indices.typed::<i32>(OP, "batch_indices")?.into_parts(),
         positions.typed::<i32>(OP, "positions")?.into_parts(),
     );
-    match exec {
-        Exec::Cpu(_) => {
-            let mut slots = requests.1.offsets().zip(positions.1.offsets());
-            for (r, (&len, &new)) in seq_lens.iter().zip(indptr.lens()).enumerate() {
-                for (position, (i, j)) in (len - i64::from(new)..len).zip(slots.by_ref()) {
-                    (requests.0[i], positions.0[j]) = (r as i32, position as i32);
-                }
-            }
-            Ok(())
+    exec.cpu_only(OP)?;
+    let mut slots = requests.1.offsets().zip(positions.1.offsets());
+    for (r, (&len, &new)) in seq_lens.iter().zip(indptr.lens()).enumerate() {
+        for (position, (i, j)) in (len - i64::from(new)..len).zip(slots.by_ref()) {
+            (requests.0[i], positions.0[j]) = (r as i32, position as i32);
         }
     }
+    Ok(())
 }
 
 /// Tokens of each request of a page table.
@@ -211,25 +202,22 @@ pub fn seq_lens(
     dims.axis("indptr", "batch", indptr.batch())?;
     dims.bind("out", &out, &["batch"])?;
     let (out, layout) = out.typed::<i32>(OP, "out")?.into_parts();
-    match exec {
-        Exec::Cpu(_) => {
-            for (r, (i, (&pages, &last))) in layout.offsets().zip(indptr.lens().iter().zip(&last)).enumerate() {
-                if pages == 0 {
-                    out[i] = 0;
-                    continue;
-                }
-                let last = usize::try_from(last).ok().filter(|&l| l <= page_size).ok_or_else(|| {
-                    let want = format!("0 to page_size={page_size}");
-                    Error::value(OP, "last_page_len", format!("{last} at request {r}"), want)
-                })?;
-                let len = (pages as usize - 1).checked_mul(page_size).and_then(|n| n.checked_add(last));
-                out[i] = len.and_then(|n| i32::try_from(n).ok()).ok_or_else(|| {
-                    Error::value(OP, "indptr", format!("{pages} pages at request {r}"), "at most 2^31 - 1 tokens")
-                })?;
-            }
-            Ok(())
+    exec.cpu_only(OP)?;
+    for (r, (i, (&pages, &last))) in layout.offsets().zip(indptr.lens().iter().zip(&last)).enumerate() {
+        if pages == 0 {
+            out[i] = 0;
+            continue;
         }
+        let last = usize::try_from(last).ok().filter(|&l| l <= page_size).ok_or_else(|| {
+            let want = format!("0 to page_size={page_size}");
+            Error::value(OP, "last_page_len", format!("{last} at request {r}"), want)
+        })?;
+        let len = (pages as usize - 1).checked_mul(page_size).and_then(|n| n.checked_add(last));
+        out[i] = len.and_then(|n| i32::try_from(n).ok()).ok_or_else(|| {
+            Error::value(OP, "indptr", format!("{pages} pages at request {r}"), "at most 2^31 - 1 tokens")
+        })?;
     }
+    Ok(())
 }
 
 /// A float type, and contiguous rows: checked for all tensors before the first is read.

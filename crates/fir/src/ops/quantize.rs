@@ -42,9 +42,7 @@ pub fn quantize_fp8(
     check_fp8(OP, &x, block, &out, &scales)?;
     check_type(OP, "x", x.dtype(), FLOAT)?;
     check_type(OP, "out", out.dtype(), FP8)?;
-    match exec {
-        Exec::Cpu(cpu) => cpu::quantize::fp8(cpu, OP, x, block, out, scales),
-    }
+    cpu::quantize::fp8(exec.cpu_only(OP)?, OP, x, block, out, scales)
 }
 
 /// Rounds to fp8 by given scales; what is too large becomes the largest number.
@@ -63,9 +61,7 @@ pub fn quantize_fp8_with_scales(
     check_fp8(OP, &x, block, &out, &scales)?;
     check_type(OP, "x", x.dtype(), FLOAT)?;
     check_type(OP, "out", out.dtype(), FP8)?;
-    match exec {
-        Exec::Cpu(cpu) => cpu::quantize::fp8_with_scales(cpu, OP, x, scales, block, out),
-    }
+    cpu::quantize::fp8_with_scales(exec.cpu_only(OP)?, OP, x, scales, block, out)
 }
 
 /// The numbers that fp8 and its scales stand for.
@@ -86,9 +82,7 @@ pub fn dequantize_fp8(
     check_fp8(OP, &x, block, &out, &scales)?;
     check_type(OP, "x", x.dtype(), FP8)?;
     check_type(OP, "out", out.dtype(), FLOAT)?;
-    match exec {
-        Exec::Cpu(cpu) => cpu::quantize::dequantize_fp8(cpu, OP, x, scales, block, out),
-    }
+    cpu::quantize::dequantize_fp8(exec.cpu_only(OP)?, OP, x, scales, block, out)
 }
 
 /// Rounds to MXFP8: fp8 with a power of two for each 32 elements of a row.
@@ -103,10 +97,11 @@ pub fn quantize_mxfp8(exec: &Exec, x: TensorRef<'_>, out: TensorMut<'_>, scales:
     const OP: &str = "quantize_mxfp8";
     check_blocks(OP, MX, 1, ("x", &x), ("out", &out), &scales)?;
     check_type(OP, "scales", scales.dtype(), "e8m0")?;
-    match (exec, out.dtype()) {
-        (Exec::Cpu(cpu), DType::E4M3) => cpu::quantize::blocks(cpu, OP, Mxfp8::<E4m3>::new(), x, out, scales),
-        (Exec::Cpu(cpu), DType::E5M2) => cpu::quantize::blocks(cpu, OP, Mxfp8::<E5m2>::new(), x, out, scales),
-        (_, other) => check_type(OP, "out", other, FP8),
+    let cpu = exec.cpu_only(OP)?;
+    match out.dtype() {
+        DType::E4M3 => cpu::quantize::blocks(cpu, OP, Mxfp8::<E4m3>::new(), x, out, scales),
+        DType::E5M2 => cpu::quantize::blocks(cpu, OP, Mxfp8::<E5m2>::new(), x, out, scales),
+        other => check_type(OP, "out", other, FP8),
     }
 }
 
@@ -119,10 +114,11 @@ pub fn dequantize_mxfp8(exec: &Exec, x: TensorRef<'_>, scales: TensorRef<'_>, ou
     const OP: &str = "dequantize_mxfp8";
     check_blocks(OP, MX, 1, ("out", &out), ("x", &x), &scales)?;
     check_type(OP, "scales", scales.dtype(), "e8m0")?;
-    match (exec, x.dtype()) {
-        (Exec::Cpu(cpu), DType::E4M3) => cpu::quantize::expand(cpu, OP, Mxfp8::<E4m3>::new(), x, scales, out),
-        (Exec::Cpu(cpu), DType::E5M2) => cpu::quantize::expand(cpu, OP, Mxfp8::<E5m2>::new(), x, scales, out),
-        (_, other) => check_type(OP, "x", other, FP8),
+    let cpu = exec.cpu_only(OP)?;
+    match x.dtype() {
+        DType::E4M3 => cpu::quantize::expand(cpu, OP, Mxfp8::<E4m3>::new(), x, scales, out),
+        DType::E5M2 => cpu::quantize::expand(cpu, OP, Mxfp8::<E5m2>::new(), x, scales, out),
+        other => check_type(OP, "x", other, FP8),
     }
 }
 
@@ -138,9 +134,7 @@ pub fn quantize_mxfp4(exec: &Exec, x: TensorRef<'_>, out: TensorMut<'_>, scales:
     check_blocks(OP, MX, 2, ("x", &x), ("out", &out), &scales)?;
     check_type(OP, "scales", scales.dtype(), "e8m0")?;
     check_type(OP, "out", out.dtype(), "e2m1x2")?;
-    match exec {
-        Exec::Cpu(cpu) => cpu::quantize::blocks(cpu, OP, Mxfp4, x, out, scales),
-    }
+    cpu::quantize::blocks(exec.cpu_only(OP)?, OP, Mxfp4, x, out, scales)
 }
 
 /// The numbers that MXFP4 stands for.
@@ -153,9 +147,7 @@ pub fn dequantize_mxfp4(exec: &Exec, x: TensorRef<'_>, scales: TensorRef<'_>, ou
     check_blocks(OP, MX, 2, ("out", &out), ("x", &x), &scales)?;
     check_type(OP, "scales", scales.dtype(), "e8m0")?;
     check_type(OP, "x", x.dtype(), "e2m1x2")?;
-    match exec {
-        Exec::Cpu(cpu) => cpu::quantize::expand(cpu, OP, Mxfp4, x, scales, out),
-    }
+    cpu::quantize::expand(exec.cpu_only(OP)?, OP, Mxfp4, x, scales, out)
 }
 
 /// Rounds to NVFP4: fp4 with an e4m3 scale for each 16 elements of a row, and a scale for all.
@@ -177,9 +169,7 @@ pub fn quantize_nvfp4(
     const OP: &str = "quantize_nvfp4";
     check_blocks(OP, NV, 2, ("x", &x), ("out", &out), &scales)?;
     check_nvfp4(OP, ("out", out.dtype()), scales.dtype(), scale)?;
-    match exec {
-        Exec::Cpu(cpu) => cpu::quantize::blocks(cpu, OP, Nvfp4 { scale }, x, out, scales),
-    }
+    cpu::quantize::blocks(exec.cpu_only(OP)?, OP, Nvfp4 { scale }, x, out, scales)
 }
 
 /// The numbers that NVFP4 stands for.
@@ -197,9 +187,7 @@ pub fn dequantize_nvfp4(
     const OP: &str = "dequantize_nvfp4";
     check_blocks(OP, NV, 2, ("out", &out), ("x", &x), &scales)?;
     check_nvfp4(OP, ("x", x.dtype()), scales.dtype(), scale)?;
-    match exec {
-        Exec::Cpu(cpu) => cpu::quantize::expand(cpu, OP, Nvfp4 { scale }, x, scales, out),
-    }
+    cpu::quantize::expand(exec.cpu_only(OP)?, OP, Nvfp4 { scale }, x, scales, out)
 }
 
 /// The scale with which the largest magnitude of `x` is just stored by [`quantize_nvfp4`].
@@ -211,9 +199,7 @@ pub fn nvfp4_scale(exec: &Exec, x: TensorRef<'_>) -> Result<f32> {
     const OP: &str = "nvfp4_scale";
     check_type(OP, "x", x.dtype(), FLOAT)?;
     x.layout().check_listed(OP, "x")?;
-    match exec {
-        Exec::Cpu(cpu) => cpu::quantize::nvfp4_scale(cpu, OP, x),
-    }
+    cpu::quantize::nvfp4_scale(exec.cpu_only(OP)?, OP, x)
 }
 
 /// Packs truth values, eight to a byte; the last byte is filled up with zeros.
@@ -228,9 +214,7 @@ pub fn packbits(exec: &Exec, x: TensorRef<'_>, order: BitOrder, out: TensorMut<'
     dims.bind("x", &x, &["n"])?;
     dims.axis("x", "⌈n / 8⌉", dims.get("n").div_ceil(8))?.bind("out", &out, &["⌈n / 8⌉"])?;
     let segments = [(0, dims.get("n"))];
-    match exec {
-        Exec::Cpu(cpu) => cpu::quantize::packbits(cpu, OP, x, &segments, order, out),
-    }
+    cpu::quantize::packbits(exec.cpu_only(OP)?, OP, x, &segments, order, out)
 }
 
 /// [`packbits`] of every segment on its own, each beginning with a new byte.
@@ -252,9 +236,7 @@ pub fn segment_packbits(
     dims.axis("indptr", "n", indptr.rows())?.bind("x", &x, &["n"])?;
     dims.axis("indptr", "bytes", packed_indptr(indptr)?.rows())?.bind("out", &out, &["bytes"])?;
     let segments: Vec<_> = indptr.indptr().windows(2).map(|w| (w[0] as usize, w[1] as usize)).collect();
-    match exec {
-        Exec::Cpu(cpu) => cpu::quantize::packbits(cpu, OP, x, &segments, order, out),
-    }
+    cpu::quantize::packbits(exec.cpu_only(OP)?, OP, x, &segments, order, out)
 }
 
 /// Offsets of the bytes that [`segment_packbits`] writes for segments of bits.

@@ -75,9 +75,7 @@ pub fn apply_rope<'a>(
     }
     let positions = resolve(OP, positions, dims.get("nnz"))?;
     let angles = prepare(OP, &angles.into(), dims.get("head_dim"), &positions)?;
-    match exec {
-        Exec::Cpu(cpu) => cpu::rope::rotate(cpu, OP, Some((q, k)), &positions, &angles, q_out, k_out),
-    }
+    cpu::rope::rotate(exec.cpu_only(OP)?, OP, Some((q, k)), &positions, &angles, q_out, k_out)
 }
 
 /// As [`apply_rope`], with the result in the place of `q` and `k`.
@@ -99,9 +97,7 @@ pub fn apply_rope_in_place<'a>(
     }
     let positions = resolve(OP, positions, dims.get("nnz"))?;
     let angles = prepare(OP, &angles.into(), dims.get("head_dim"), &positions)?;
-    match exec {
-        Exec::Cpu(cpu) => cpu::rope::rotate(cpu, OP, None, &positions, &angles, q, k),
-    }
+    cpu::rope::rotate(exec.cpu_only(OP)?, OP, None, &positions, &angles, q, k)
 }
 
 /// Fills the table that [`Angles::Cache`] takes.
@@ -117,9 +113,7 @@ pub fn cos_sin_cache(exec: &Exec, rope: &Rope, out: TensorMut<'_>) -> Result<()>
     if rotary_dim(OP, rope, dim)? != dim {
         return Err(Error::value(OP, "rope.rotary_dim", format!("{:?}", rope.rotary_dim), format!("{dim} as `out`")));
     }
-    match exec {
-        Exec::Cpu(cpu) => cpu::rope::cos_sin_cache(cpu, OP, &frequencies(rope, dim), out),
-    }
+    cpu::rope::cos_sin_cache(exec.cpu_only(OP)?, OP, &frequencies(rope, dim), out)
 }
 
 /// Queries or keys that are rotated, in whole or in part, and divided by a scale, with where they go.
@@ -182,12 +176,9 @@ pub fn rope_quantize<'a>(
     check_roped(OP, &mut dims, &k, &K)?;
     let positions = resolve(OP, positions, dims.get("nnz"))?;
     let angles = prepare(OP, &angles.into(), dims.get("rope_dim"), &positions)?;
-    match exec {
-        Exec::Cpu(cpu) => {
-            quantize(cpu, OP, q, &Q, &positions, &angles)?;
-            quantize(cpu, OP, k, &K, &positions, &angles)
-        }
-    }
+    let cpu = exec.cpu_only(OP)?;
+    quantize(cpu, OP, q, &Q, &positions, &angles)?;
+    quantize(cpu, OP, k, &K, &positions, &angles)
 }
 
 /// As [`rope_quantize`], with keys and values going into their pages.
@@ -225,18 +216,15 @@ pub fn rope_quantize_append_paged_kv<'a>(
     let positions = resolve(OP, positions, dims.get("nnz"))?;
     let angles = prepare(OP, &angles.into(), dims.get("rope_dim"), &positions)?;
     let [to_k, to_v] = targets(cache);
-    match exec {
-        Exec::Cpu(cpu) => {
-            quantize(cpu, OP, q, &Q, &positions, &angles)?;
-            let k = Tokens::plain(OP, "kv.rope", rope)?.rotated(&angles, &positions);
-            let k = match nope {
-                Some(nope) => k.followed_by(OP, "kv.nope", nope)?,
-                None => k,
-            };
-            cpu::page::append(cpu, OP, k, &moves, to_k)?;
-            cpu::page::append(cpu, OP, Tokens::plain(OP, "kv.v", v)?, &moves, to_v)
-        }
-    }
+    let cpu = exec.cpu_only(OP)?;
+    quantize(cpu, OP, q, &Q, &positions, &angles)?;
+    let k = Tokens::plain(OP, "kv.rope", rope)?.rotated(&angles, &positions);
+    let k = match nope {
+        Some(nope) => k.followed_by(OP, "kv.nope", nope)?,
+        None => k,
+    };
+    cpu::page::append(cpu, OP, k, &moves, to_k)?;
+    cpu::page::append(cpu, OP, Tokens::plain(OP, "kv.v", v)?, &moves, to_v)
 }
 
 /// As [`rope_quantize`], with the latent vector and its rotary part going into their pages.
@@ -264,14 +252,11 @@ pub fn rope_quantize_append_paged_mla<'a>(
     let positions = resolve(OP, positions, dims.get("nnz"))?;
     let angles = prepare(OP, &angles.into(), dims.get("rope_dim"), &positions)?;
     let [to_ckv, to_kpe] = mla_targets(cache);
-    match exec {
-        Exec::Cpu(cpu) => {
-            quantize(cpu, OP, q, &Q, &positions, &angles)?;
-            let kpe = Tokens::plain(OP, "kv.kpe", kpe)?.rotated(&angles, &positions);
-            cpu::page::append(cpu, OP, kpe, &moves, to_kpe)?;
-            cpu::page::append(cpu, OP, Tokens::plain(OP, "kv.ckv", ckv)?, &moves, to_ckv)
-        }
-    }
+    let cpu = exec.cpu_only(OP)?;
+    quantize(cpu, OP, q, &Q, &positions, &angles)?;
+    let kpe = Tokens::plain(OP, "kv.kpe", kpe)?.rotated(&angles, &positions);
+    cpu::page::append(cpu, OP, kpe, &moves, to_kpe)?;
+    cpu::page::append(cpu, OP, Tokens::plain(OP, "kv.ckv", ckv)?, &moves, to_ckv)
 }
 
 /// Names of a [`Roped`]'s tensors, and of its axes of heads and of the rest.

@@ -62,9 +62,7 @@ pub fn softmax(exec: &Exec, logits: TensorRef<'_>, temperature: PerRow<'_, f32>,
     check_float(OP, "logits", logits.dtype())?;
     check_dtype(OP, "out", out.dtype(), DType::F32)?;
     check_temperature(OP, temperature, dims.get("batch"))?;
-    match exec {
-        Exec::Cpu(cpu) => cpu::sampling::softmax(cpu, logits, temperature, out),
-    }
+    cpu::sampling::softmax(exec.cpu_only(OP)?, logits, temperature, out)
 }
 
 /// Draws a token for each row of probabilities: `P(out[b] = i) = probs[b, i] / Σ_j probs[b, j]`.
@@ -171,9 +169,7 @@ pub fn sample(exec: &Exec, logits: TensorRef<'_>, filters: Filters<'_>, draw: Dr
 pub fn top_k_renorm(exec: &Exec, probs: TensorRef<'_>, top_k: PerRow<'_, u32>, out: TensorMut<'_>) -> Result<()> {
     const OP: &str = "top_k_renorm";
     check_top_k(OP, top_k, check_renorm(OP, &probs, &out)?)?;
-    match exec {
-        Exec::Cpu(cpu) => cpu::sampling::renorm(cpu, OP, probs, Keep::TopK(top_k), out),
-    }
+    cpu::sampling::renorm(exec.cpu_only(OP)?, OP, probs, Keep::TopK(top_k), out)
 }
 
 /// Keeps the fewest largest probabilities of each row that reach the share `top_p` of its mass, and all equal to the
@@ -188,9 +184,7 @@ pub fn top_k_renorm(exec: &Exec, probs: TensorRef<'_>, top_k: PerRow<'_, u32>, o
 pub fn top_p_renorm(exec: &Exec, probs: TensorRef<'_>, top_p: PerRow<'_, f32>, out: TensorMut<'_>) -> Result<()> {
     const OP: &str = "top_p_renorm";
     check_top_p(OP, top_p, check_renorm(OP, &probs, &out)?)?;
-    match exec {
-        Exec::Cpu(cpu) => cpu::sampling::renorm(cpu, OP, probs, Keep::TopP(top_p), out),
-    }
+    cpu::sampling::renorm(exec.cpu_only(OP)?, OP, probs, Keep::TopP(top_p), out)
 }
 
 /// Keeps the `top_k` largest logits of each row, and all equal to the last of them; the others become -inf.
@@ -209,9 +203,7 @@ pub fn top_k_mask_logits(exec: &Exec, logits: TensorRef<'_>, top_k: PerRow<'_, u
     check_dtype(OP, "out", out.dtype(), logits.dtype())?;
     check_vocab(OP, dims.get("vocab"))?;
     check_top_k(OP, top_k, dims.get("batch"))?;
-    match exec {
-        Exec::Cpu(cpu) => cpu::sampling::top_k_mask_logits(cpu, logits, top_k, out),
-    }
+    cpu::sampling::top_k_mask_logits(exec.cpu_only(OP)?, logits, top_k, out)
 }
 
 fn run(
@@ -252,11 +244,8 @@ fn run(
             Some(check_ids(op, "indices", indices, x.shape()[0])?)
         }
     };
-    match exec {
-        Exec::Cpu(cpu) => {
-            cpu::sampling::sample(cpu, cpu::sampling::Sample { op, kind, x, indices, filters, rng, out, valid })
-        }
-    }
+    let cpu = exec.cpu_only(op)?;
+    cpu::sampling::sample(cpu, cpu::sampling::Sample { op, kind, x, indices, filters, rng, out, valid })
 }
 
 /// The ids of a tensor, all of them below `end`.

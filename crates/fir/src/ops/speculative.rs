@@ -67,13 +67,10 @@ pub fn chain_speculative_sample(exec: &Exec, args: ChainArgs<'_>) -> Result<()> 
     check_vocab(OP, dims.get("vocab"))?;
     check_rows(OP, "rng", args.rng, dims.get("batch"), "any", |_| true)?;
     let drafts = check_ids(OP, "draft_tokens", args.draft_tokens, dims.get("vocab"))?;
-    match exec {
-        Exec::Cpu(cpu) => {
-            let ChainArgs { draft_probs, target_probs, rng, out, accepted, emitted, valid, .. } = args;
-            let chain = cpu::speculative::Chain { draft_probs, drafts, target_probs, rng };
-            cpu::speculative::chain(cpu, chain, out, accepted, emitted, valid)
-        }
-    }
+    let cpu = exec.cpu_only(OP)?;
+    let ChainArgs { draft_probs, target_probs, rng, out, accepted, emitted, valid, .. } = args;
+    let chain = cpu::speculative::Chain { draft_probs, drafts, target_probs, rng };
+    cpu::speculative::chain(cpu, chain, out, accepted, emitted, valid)
 }
 
 /// Trees of drafted tokens, one per request, each node with its first child and its next sibling.
@@ -188,13 +185,10 @@ pub fn tree_speculative_sample(exec: &Exec, args: TreeArgs<'_>) -> Result<()> {
             Uniforms::Given { nodes, last }
         }
     };
-    match exec {
-        Exec::Cpu(cpu) => {
-            let sample = cpu::speculative::TreeSample { forest, target_probs, threshold_single, threshold_acc, coins };
-            let TreeOut { predicts, accept_index, accept_len } = out;
-            cpu::speculative::tree(cpu, sample, [predicts, accept_index, accept_len], valid)
-        }
-    }
+    let cpu = exec.cpu_only(OP)?;
+    let sample = cpu::speculative::TreeSample { forest, target_probs, threshold_single, threshold_acc, coins };
+    let TreeOut { predicts, accept_index, accept_len } = out;
+    cpu::speculative::tree(cpu, sample, [predicts, accept_index, accept_len], valid)
 }
 
 /// Verifies a tree of drafted tokens for each request against the target's most probable tokens.
@@ -208,12 +202,9 @@ pub fn verify_tree_greedy(exec: &Exec, tree: Tree<'_>, target_tokens: TensorRef<
     let mut dims = Dims::of(OP);
     let forest = check_tree(OP, &mut dims, tree, &out, i32::MAX as usize)?;
     dims.bind("target_tokens", &target_tokens, &["batch", "nodes"])?;
-    match exec {
-        Exec::Cpu(_) => {
-            let TreeOut { predicts, accept_index, accept_len } = out;
-            cpu::speculative::greedy(forest, target_tokens, [predicts, accept_index, accept_len])
-        }
-    }
+    exec.cpu_only(OP)?;
+    let TreeOut { predicts, accept_index, accept_len } = out;
+    cpu::speculative::greedy(forest, target_tokens, [predicts, accept_index, accept_len])
 }
 
 /// Checks that the trees are trees whose ids can be followed.

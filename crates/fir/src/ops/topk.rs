@@ -44,9 +44,7 @@ pub fn top_k(
     check_dtype(OP, "values", values.dtype(), x.dtype())?;
     check_id_type(OP, "indices", indices.dtype())?;
     check_vocab(OP, dims.get("n"))?;
-    match exec {
-        Exec::Cpu(cpu) => cpu::topk::top_k(cpu, x, order == TopKOrder::Value, values, indices),
-    }
+    cpu::topk::top_k(exec.cpu_only(OP)?, x, order == TopKOrder::Value, values, indices)
 }
 
 /// What [`top_k_page_table_transform`] reads and writes. All integers are i32.
@@ -136,9 +134,7 @@ pub fn top_k_page_table_transform(exec: &Exec, args: TopKPages<'_>) -> Result<()
         let pages = if used == 0 { &[] } else { &pages.data()[requests[r] * pages.strides()[0] + first..][..used] };
         window.to = Places::Paged { pages, page_size };
     }
-    let bad = match exec {
-        Exec::Cpu(cpu) => cpu::topk::top_k_transform(cpu, OP, scores, &windows, out, raw)?,
-    };
+    let bad = cpu::topk::top_k_transform(exec.cpu_only(OP)?, OP, scores, &windows, out, raw)?;
     match bad {
         Some(r) => Err(Error::value(
             OP,
@@ -185,9 +181,7 @@ pub fn top_k_ragged_transform(exec: &Exec, args: TopKRagged<'_>) -> Result<()> {
         }
         window.to = Places::From(offset as i64);
     }
-    match exec {
-        Exec::Cpu(cpu) => cpu::topk::top_k_transform(cpu, OP, scores, &windows, out, None).map(|_| ()),
-    }
+    cpu::topk::top_k_transform(exec.cpu_only(OP)?, OP, scores, &windows, out, None).map(|_| ())
 }
 
 /// Checks what both transforms share, and gives each row's window of scores.

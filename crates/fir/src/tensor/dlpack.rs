@@ -14,6 +14,8 @@ pub const DLPACK_MINOR: u32 = 1;
 
 /// [`DlDevice::device_type`] of ordinary memory.
 pub const DEVICE_CPU: i32 = 1;
+/// [`DlDevice::device_type`] of memory of a CUDA device.
+pub const DEVICE_CUDA: i32 = 2;
 
 /// Bit of [`DlManagedTensorVersioned::flags`]: the memory must not be written.
 pub const FLAG_READ_ONLY: u64 = 1 << 0;
@@ -36,7 +38,7 @@ pub struct DlVersion {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
 pub struct DlDevice {
-    /// Kind of device; [`DEVICE_CPU`] is the only one taken.
+    /// Kind of device; [`DEVICE_CPU`] and [`DEVICE_CUDA`] are taken.
     pub device_type: i32,
     /// Which of them.
     pub device_id: i32,

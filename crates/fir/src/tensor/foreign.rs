@@ -10,10 +10,11 @@
 use std::ptr::{self, NonNull};
 
 use super::dlpack::{
-    DEVICE_CPU, DLPACK_MAJOR, DLPACK_MINOR, DlDevice, DlManagedTensor, DlManagedTensorVersioned, DlTensor, DlVersion,
-    FLAG_READ_ONLY, FLAG_SUBBYTE_PADDED,
+    DEVICE_CPU, DEVICE_CUDA, DLPACK_MAJOR, DLPACK_MINOR, DlDevice, DlManagedTensor, DlManagedTensorVersioned, DlTensor,
+    DlVersion, FLAG_READ_ONLY, FLAG_SUBBYTE_PADDED,
 };
-use super::{DType, Layout, MAX_RANK, Tensor, TensorMut, TensorRef};
+use super::place::Span;
+use super::{DType, Layout, MAX_RANK, Place, Tensor, TensorMut, TensorRef};
 use crate::error::{Error, Result};
 
 const OP: &str = "Foreign::from_dlpack";
@@ -104,11 +105,19 @@ impl<M: Managed> Dlpack<M> {
         let export = Box::into_raw(Box::new(Export { managed: None::<M>, shape, strides, tensor }));
         // SAFETY: `export` is the box made above, and this is the only reference into it.
         let Export { managed, shape, strides, tensor } = unsafe { &mut *export };
-        let bytes = tensor.bytes_mut();
-        let data = if bytes.is_empty() { ptr::null_mut() } else { bytes.as_mut_ptr().cast() };
+        let (mut view, mut data) = (tensor.view_mut(), ptr::null_mut());
+        let (device_type, device_id) = match view.place() {
+            Place::Host => (DEVICE_CPU, 0),
+            Place::Cuda(ordinal) => (DEVICE_CUDA, ordinal as i32),
+        };
+        if let Some(span) = view.as_ref().span() {
+            data = ptr::without_provenance_mut(span.address as usize);
+        } else if let Ok(bytes @ [_, ..]) = view.reborrow().into_host_bytes(OP, "self") {
+            data = bytes.as_mut_ptr().cast();
+        }
         let dl_tensor = DlTensor {
             data,
-            device: DlDevice { device_type: DEVICE_CPU, device_id: 0 },
+            device: DlDevice { device_type, device_id },
             ndim: ndim as i32,
             dtype: tensor.dtype().into(),
             shape: shape.as_mut_ptr(),
@@ -161,6 +170,7 @@ enum Owner {
     /// The checked descriptor and what frees it. `start` is the first element, dangling when there is none.
     Dlpack {
         start: NonNull<u8>,
+        place: Place,
         read_only: bool,
         _managed: Guard,
     },
@@ -193,7 +203,7 @@ impl Foreign {
     /// Takes over a tensor of DLPack 1.x. Its deleter is called when the value is dropped, and before an error is
     /// returned.
     ///
-    /// Refused are null pointers, other major versions, devices other than the CPU, element types that this crate
+    /// Refused are null pointers, other major versions, devices other than the CPU and CUDA's, element types that this crate
     /// has not, more than [`MAX_RANK`] axes, negative sizes and strides, misaligned memory, and sizes that overflow.
     ///
     /// # Safety
@@ -201,7 +211,8 @@ impl Foreign {
     /// `strides` of `ndim` entries, and the caller gives it away: nobody else calls its deleter. Until the deleter
     /// is called, every element its shape and strides reach from `data + byte_offset` is initialised and readable
     /// (writable too, unless flagged read-only); nobody writes it while a view of the value is in use, nor reads it
-    /// while a mutable view is. The deleter may be called from any thread.
+    /// while a mutable view is. The deleter may be called from any thread. Memory of a device counts as touched until the
+    /// stream that touches it was waited for, by the host or by the stream of the executor that takes it next.
     pub unsafe fn from_dlpack(managed: *mut DlManagedTensorVersioned) -> Result<Self> {
         let p = NonNull::new(managed)
             .ok_or_else(|| Error::value(OP, "managed", "null", "a pointer to a managed tensor"))?;
@@ -241,14 +252,18 @@ impl Foreign {
     /// `tensor` keeps the contract of [`Self::from_dlpack`], and `guard` frees it.
     unsafe fn check(tensor: DlTensor, flags: u64, guard: Guard) -> Result<Self> {
         let DlTensor { data, device, ndim, dtype, shape, strides, byte_offset } = tensor;
-        if device.device_type != DEVICE_CPU {
-            return Err(Error::value(
-                OP,
-                "device",
-                format!("type {}, id {}", device.device_type, device.device_id),
-                format!("type {DEVICE_CPU} (CPU)"),
-            ));
-        }
+        let place = match (device.device_type, u32::try_from(device.device_id)) {
+            (DEVICE_CPU, _) => Place::Host,
+            (DEVICE_CUDA, Ok(ordinal)) => Place::Cuda(ordinal),
+            _ => {
+                return Err(Error::value(
+                    OP,
+                    "device",
+                    format!("type {}, id {}", device.device_type, device.device_id),
+                    format!("type {DEVICE_CPU} (CPU) or {DEVICE_CUDA} (CUDA)"),
+                ));
+            }
+        };
         let dtype = dtype.to_dtype(OP)?;
         if dtype == DType::E2M1x2 && flags & FLAG_SUBBYTE_PADDED != 0 {
             return Err(Error::value(OP, "flags", "padded elements of 4 bits", "two to a byte"));
@@ -320,7 +335,7 @@ impl Foreign {
             }
             start
         };
-        let owner = Owner::Dlpack { start, read_only: flags & FLAG_READ_ONLY != 0, _managed: guard };
+        let owner = Owner::Dlpack { start, place, read_only: flags & FLAG_READ_ONLY != 0, _managed: guard };
         Ok(Self { owner, dtype, layout })
     }
 
@@ -350,8 +365,23 @@ impl Foreign {
         }
     }
 
+    /// Its memory, when that is a device's. The borrow of `self` keeps it alive, and the caller of `from_dlpack…`
+    /// promised that nobody else writes it.
+    fn span(&self) -> Option<Span> {
+        match self.owner {
+            Owner::Dlpack { start, place: Place::Cuda(ordinal), .. } => {
+                let len = self.layout.extent() * self.dtype.size();
+                Some(Span { address: start.addr().get() as u64, len, ordinal })
+            }
+            _ => None,
+        }
+    }
+
     /// Borrows it. Fails only if a [`BytesOwner`] now shows fewer bytes than when the value was made.
     pub fn view(&self) -> Result<TensorRef<'_>> {
+        if let Some(span) = self.span() {
+            return TensorRef::from_span(span, self.dtype, self.layout);
+        }
         let bytes = match &self.owner {
             // A null or unaligned pointer to nothing is as good as any.
             _ if self.layout.is_empty() => bytemuck::cast_slice::<u64, u8>(&[]),
@@ -368,6 +398,9 @@ impl Foreign {
 
     /// Borrows it for writing; refused when the memory is read-only or an element is reached twice.
     pub fn view_mut(&mut self) -> Result<TensorMut<'_>> {
+        if let (Some(span), false) = (self.span(), self.is_read_only()) {
+            return TensorMut::from_span(span, self.dtype, self.layout);
+        }
         match self.owner {
             Owner::Dlpack { read_only: false, .. } if self.layout.is_empty() => {
                 TensorMut::from_bytes(bytemuck::cast_slice_mut::<u64, u8>(&mut []), self.dtype, self.layout)

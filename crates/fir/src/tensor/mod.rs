@@ -10,6 +10,8 @@
 //!
 //! [`Block`] says which elements of a matrix share a scale; [`Scaled`] is a matrix with its scales.
 //!
+//! Memory is this process's or a device's: [`Place`] says which, and an operator whose executor is elsewhere refuses it.
+//!
 //! An index is checked once, where a view is made: a layout that reaches past its memory is refused.
 
 mod block;
@@ -19,9 +21,12 @@ pub mod dlpack;
 mod dtype;
 mod foreign;
 mod layout;
+mod place;
 mod view;
 
 pub(crate) use self::blocks::BlockFields;
+#[cfg(feature = "cuda")]
+pub(crate) use self::place::{DeviceMemory, Span};
 pub use self::{
     block::{Block, Scaled},
     blocks::{BlockFormat, IQ4_VALUES},
@@ -29,5 +34,6 @@ pub use self::{
     dtype::{Bool, DType, E2M1_VALUES, E2m1x2, E4m3, E5m2, E8m0, Element, Float, bf16, f16},
     foreign::{BytesOwner, Dlpack, Foreign, Managed},
     layout::{Layout, MAX_RANK},
+    place::Place,
     view::{Shaped, Tensor, TensorMut, TensorRef, View, ViewMut},
 };

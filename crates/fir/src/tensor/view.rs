@@ -4,7 +4,8 @@ use std::ops::Range;
 
 use bytemuck::{Pod, Zeroable};
 
-use super::{DType, Element, Float, Layout};
+use super::place::{DeviceMemory, Memory, MemoryMut, Span};
+use super::{DType, Element, Float, Layout, Place};
 use crate::error::{Error, Result};
 
 /// Anything with a shape: what [`super::Dims`] checks.
@@ -18,26 +19,41 @@ pub trait Shaped {
 #[repr(C, align(64))]
 struct Line([u8; 64]);
 
-/// Owned, contiguous memory with a shape and an element type.
+/// Owned, contiguous memory with a shape and an element type, here or on a device.
+///
+/// A clone of one on a device is a copy there; it panics when that device has no memory left, as a `Vec`'s does here.
 #[derive(Clone)]
 pub struct Tensor {
-    lines: Vec<Line>,
+    owned: Owned,
     dtype: DType,
     layout: Layout,
+}
+
+enum Owned {
+    Host(Vec<Line>),
+    Device(Box<dyn DeviceMemory>),
+}
+
+impl Clone for Owned {
+    fn clone(&self) -> Self {
+        match self {
+            Self::Host(lines) => Self::Host(lines.clone()),
+            Self::Device(memory) => Self::Device(memory.duplicate().unwrap_or_else(|e| panic!("{e}"))),
+        }
+    }
 }
 
 /// A borrowed tensor; `Copy`, like `&[T]`.
 #[derive(Clone, Copy)]
 pub struct TensorRef<'a> {
-    /// From the first element to the end of the memory that may be read.
-    bytes: &'a [u8],
+    memory: Memory<'a>,
     dtype: DType,
     layout: Layout,
 }
 
 /// A tensor borrowed for writing. No element of it is reached by two indices.
 pub struct TensorMut<'a> {
-    bytes: &'a mut [u8],
+    memory: MemoryMut<'a>,
     dtype: DType,
     layout: Layout,
 }
@@ -67,6 +83,27 @@ fn check_extent(op: &'static str, layout: &Layout, dtype: DType, bytes: usize) -
         ));
     }
     Ok(())
+}
+
+/// A device's kernels read elements at their natural alignment, as the CPU's do.
+fn check_span(op: &'static str, layout: &Layout, dtype: DType, span: Span) -> Result<()> {
+    check_extent(op, layout, dtype, span.len)?;
+    if layout.is_empty() || span.address.is_multiple_of(dtype.size() as u64) {
+        return Ok(());
+    }
+    Err(Error::layout(op, "data", format!("address {:#x}", span.address), format!("alignment for {dtype}")))
+}
+
+fn check_alias(layout: &Layout) -> Result<()> {
+    if !layout.may_alias() {
+        return Ok(());
+    }
+    Err(Error::layout(
+        "TensorMut",
+        "strides",
+        format!("{:?} for shape {:?}", layout.strides(), layout.shape()),
+        "strides that reach no element twice",
+    ))
 }
 
 fn check_axis(layout: &Layout, axis: usize) -> Result<()> {
@@ -109,7 +146,7 @@ impl Tensor {
             Error::layout("Tensor::zeros", "shape", format!("{shape:?} of {dtype}"), "a size that there is memory for")
         })?;
         lines.resize(n, Line::zeroed());
-        Ok(Self { lines, dtype, layout })
+        Ok(Self { owned: Owned::Host(lines), dtype, layout })
     }
 
     /// Copies `data`, which must have as many elements as `shape`.
@@ -123,7 +160,7 @@ impl Tensor {
                 format!("{} for shape {shape:?}", t.layout.len()),
             ));
         }
-        t.bytes_mut().copy_from_slice(bytemuck::cast_slice(data));
+        t.as_mut_slice::<T>()?.copy_from_slice(data);
         Ok(t)
     }
 
@@ -167,22 +204,48 @@ impl Tensor {
         self.dtype
     }
 
+    /// Takes over memory of a device, which holds as many bytes as the shape needs.
+    #[cfg_attr(not(any(test, feature = "cuda")), expect(dead_code, reason = "a device makes these"))]
+    pub(crate) fn on_device(memory: Box<dyn DeviceMemory>, dtype: DType, layout: Layout) -> Result<Self> {
+        check_extent("Tensor::on_device", &layout, dtype, memory.span().len)?;
+        Ok(Self { owned: Owned::Device(memory), dtype, layout })
+    }
+
+    /// Where its memory lies.
+    pub fn place(&self) -> Place {
+        self.view().place()
+    }
+
+    /// A copy in this process's memory; waits for what a device still writes.
+    pub fn to_host(&self) -> Result<Self> {
+        match &self.owned {
+            Owned::Host(_) => Ok(self.clone()),
+            Owned::Device(memory) => {
+                let mut t = Self::zeros(self.dtype, self.layout.shape())?;
+                memory.read(t.view_mut().memory.host("Tensor::to_host", "self")?)?;
+                Ok(t)
+            }
+        }
+    }
+
     /// Borrows all of it.
     pub fn view(&self) -> TensorRef<'_> {
         let n = self.layout.len() * self.dtype.size();
-        TensorRef { bytes: &bytemuck::cast_slice(&self.lines)[..n], dtype: self.dtype, layout: self.layout }
+        let memory = match &self.owned {
+            Owned::Host(lines) => Memory::Host(&bytemuck::cast_slice(lines)[..n]),
+            Owned::Device(memory) => Memory::Device(memory.span()),
+        };
+        TensorRef { memory, dtype: self.dtype, layout: self.layout }
     }
 
     /// Borrows all of it for writing.
     pub fn view_mut(&mut self) -> TensorMut<'_> {
-        let (dtype, layout) = (self.dtype, self.layout);
-        TensorMut { bytes: self.bytes_mut(), dtype, layout }
-    }
-
-    /// The memory of its elements.
-    pub(super) fn bytes_mut(&mut self) -> &mut [u8] {
         let n = self.layout.len() * self.dtype.size();
-        &mut bytemuck::cast_slice_mut(&mut self.lines)[..n]
+        let memory = match &mut self.owned {
+            Owned::Host(lines) => MemoryMut::Host(&mut bytemuck::cast_slice_mut(lines)[..n]),
+            Owned::Device(memory) => MemoryMut::Device(memory.span()),
+        };
+        TensorMut { memory, dtype: self.dtype, layout: self.layout }
     }
 
     /// The elements in row-major order.
@@ -232,7 +295,13 @@ impl<'a> TensorRef<'a> {
         if bytes.as_ptr().align_offset(dtype.size()) != 0 {
             return Err(Error::layout("TensorRef", "data", "misaligned memory", format!("alignment for {dtype}")));
         }
-        Ok(Self { bytes, dtype, layout })
+        Ok(Self { memory: Memory::Host(bytes), dtype, layout })
+    }
+
+    /// Borrows memory of a device, for as long as the caller says that it lives.
+    pub(super) fn from_span(span: Span, dtype: DType, layout: Layout) -> Result<Self> {
+        check_span("TensorRef", &layout, dtype, span)?;
+        Ok(Self { memory: Memory::Device(span), dtype, layout })
     }
 
     /// Element type.
@@ -250,18 +319,31 @@ impl<'a> TensorRef<'a> {
         self.layout.strides()
     }
 
-    /// The memory from the first element on.
-    #[cfg(test)]
-    pub(crate) fn bytes(&self) -> &'a [u8] {
-        self.bytes
+    /// Where its memory lies.
+    pub fn place(&self) -> Place {
+        self.memory.place()
+    }
+
+    /// The memory from the first element on, if it is this process's; `op` and `arg` are for the message.
+    #[cfg_attr(not(any(test, feature = "cuda")), expect(dead_code, reason = "kernels of the CPU read typed views"))]
+    pub(crate) fn host_bytes(self, op: &'static str, arg: &'static str) -> Result<&'a [u8]> {
+        self.memory.host(op, arg)
+    }
+
+    /// The memory from the first element on, if it is a device's.
+    pub(crate) fn span(&self) -> Option<Span> {
+        match self.memory {
+            Memory::Host(_) => None,
+            Memory::Device(span) => Some(span),
+        }
     }
 
     /// The entries `range` of `axis`.
     pub fn slice(self, axis: usize, range: Range<usize>) -> Result<Self> {
         check_range(&self.layout, axis, &range)?;
-        let start = start_of(&self.layout, axis, range.start, self.dtype, self.bytes.len());
+        let start = start_of(&self.layout, axis, range.start, self.dtype, self.memory.len());
         let layout = self.layout.narrow(axis, range.len());
-        Ok(Self { bytes: &self.bytes[start..], layout, ..self })
+        Ok(Self { memory: self.memory.from(start), layout, ..self })
     }
 
     /// Entry `index` of `axis`, which disappears.
@@ -328,9 +410,9 @@ impl<'a> TensorRef<'a> {
         if self.dtype != T::DTYPE {
             return Err(Error::DType { op, arg, got: self.dtype.name(), want: T::DTYPE.name().into() });
         }
-        let n = self.layout.extent() * self.dtype.size();
+        let (n, bytes) = (self.layout.extent() * self.dtype.size(), self.memory.host(op, arg)?);
         // No bytes at all may be aligned for nothing but bytes.
-        let data = if n == 0 { &[] } else { bytemuck::cast_slice(&self.bytes[..n]) };
+        let data = if n == 0 { &[] } else { bytemuck::cast_slice(&bytes[..n]) };
         Ok(View { data, layout: self.layout })
     }
 
@@ -369,15 +451,25 @@ impl<'a> TensorMut<'a> {
         if bytes.as_ptr().align_offset(dtype.size()) != 0 {
             return Err(Error::layout("TensorMut", "data", "misaligned memory", format!("alignment for {dtype}")));
         }
-        if layout.may_alias() {
-            return Err(Error::layout(
-                "TensorMut",
-                "strides",
-                format!("{:?} for shape {:?}", layout.strides(), layout.shape()),
-                "strides that reach no element twice",
-            ));
-        }
-        Ok(Self { bytes, dtype, layout })
+        check_alias(&layout)?;
+        Ok(Self { memory: MemoryMut::Host(bytes), dtype, layout })
+    }
+
+    /// Borrows memory of a device, for as long as the caller says that it lives and nobody else uses it.
+    pub(super) fn from_span(span: Span, dtype: DType, layout: Layout) -> Result<Self> {
+        check_span("TensorMut", &layout, dtype, span)?;
+        check_alias(&layout)?;
+        Ok(Self { memory: MemoryMut::Device(span), dtype, layout })
+    }
+
+    /// Where its memory lies.
+    pub fn place(&self) -> Place {
+        self.memory.as_ref().place()
+    }
+
+    /// The memory from the first element on, if it is this process's; `op` and `arg` are for the message.
+    pub(crate) fn into_host_bytes(self, op: &'static str, arg: &'static str) -> Result<&'a mut [u8]> {
+        self.memory.host(op, arg)
     }
 
     /// Element type.
@@ -397,20 +489,20 @@ impl<'a> TensorMut<'a> {
 
     /// Borrows it for reading.
     pub fn as_ref(&self) -> TensorRef<'_> {
-        TensorRef { bytes: self.bytes, dtype: self.dtype, layout: self.layout }
+        TensorRef { memory: self.memory.as_ref(), dtype: self.dtype, layout: self.layout }
     }
 
     /// Borrows it again, for a shorter time.
     pub fn reborrow(&mut self) -> TensorMut<'_> {
-        TensorMut { bytes: self.bytes, dtype: self.dtype, layout: self.layout }
+        TensorMut { memory: self.memory.reborrow(), dtype: self.dtype, layout: self.layout }
     }
 
     /// The entries `range` of `axis`.
     pub fn slice(self, axis: usize, range: Range<usize>) -> Result<Self> {
         check_range(&self.layout, axis, &range)?;
-        let start = start_of(&self.layout, axis, range.start, self.dtype, self.bytes.len());
+        let start = start_of(&self.layout, axis, range.start, self.dtype, self.memory.len());
         let layout = self.layout.narrow(axis, range.len());
-        Ok(Self { bytes: &mut self.bytes[start..], layout, dtype: self.dtype })
+        Ok(Self { memory: self.memory.from(start), layout, dtype: self.dtype })
     }
 
     /// Consecutive stretches of the first axis, of these numbers of entries. Entries must lie one behind another: what
@@ -423,7 +515,7 @@ impl<'a> TensorMut<'a> {
             let got = format!("{:?} for shape {:?}", self.layout.strides(), self.layout.shape());
             return Err(Error::layout(OP, "self", got, "entries of the first axis that do not interleave"));
         }
-        let (mut rest, mut left, mut parts) = (self.bytes, rows, Vec::new());
+        let (mut rest, mut left, mut parts) = (self.memory, rows, Vec::new());
         for len in lens {
             if len > left {
                 return Err(Error::value(OP, "lens", format!("{len} after {}", rows - left), format!("{rows} in all")));
@@ -431,9 +523,9 @@ impl<'a> TensorMut<'a> {
             left -= len;
             // The last entry may end before its stride does.
             let bytes = len.saturating_mul(stride).saturating_mul(self.dtype.size()).min(rest.len());
-            let (mine, others) = std::mem::take(&mut rest).split_at_mut(bytes);
+            let (mine, others) = rest.split_at(bytes);
             rest = others;
-            parts.push(Self { bytes: mine, dtype: self.dtype, layout: self.layout.narrow(0, len) });
+            parts.push(Self { memory: mine, dtype: self.dtype, layout: self.layout.narrow(0, len) });
         }
         Ok(parts)
     }
@@ -467,8 +559,8 @@ impl<'a> TensorMut<'a> {
         if self.dtype != T::DTYPE {
             return Err(Error::DType { op, arg, got: self.dtype.name(), want: T::DTYPE.name().into() });
         }
-        let n = self.layout.extent() * self.dtype.size();
-        let data = if n == 0 { &mut [] } else { bytemuck::cast_slice_mut(&mut self.bytes[..n]) };
+        let (n, bytes) = (self.layout.extent() * self.dtype.size(), self.memory.host(op, arg)?);
+        let data = if n == 0 { &mut [] } else { bytemuck::cast_slice_mut(&mut bytes[..n]) };
         Ok(ViewMut { data, layout: self.layout })
     }
 }
@@ -608,7 +700,7 @@ mod tests {
     #[test]
     fn owned_memory_is_aligned_to_a_cache_line() {
         let t = Tensor::from_f32(DType::BF16, &[1.0, -2.5, 3.0], &[3]).unwrap();
-        assert_eq!(t.view().bytes.as_ptr() as usize % 64, 0);
+        assert_eq!(t.view().host_bytes("", "").unwrap().as_ptr() as usize % 64, 0);
         assert_eq!(t.view().to_f32_vec().unwrap(), [1.0, -2.5, 3.0]);
         assert!(t.as_slice::<f32>().is_err());
     }

@@ -13,7 +13,7 @@ const LAYERS: &[&[&str]] = &[
     &["tensor"],
     &["kv", "variant"],
     &["plan"],
-    &["reference", "cpu"],
+    &["reference", "cpu", "cuda"],
     &["exec"],
     &["ops"],
     &["tune"],

@@ -2,8 +2,12 @@
 
 mod activation;
 mod attention;
+#[cfg(feature = "cuda")]
+mod dry;
 mod gemm;
 mod hostile;
+#[cfg(feature = "cuda")]
+mod jit;
 mod layers;
 mod matrix;
 mod moe;

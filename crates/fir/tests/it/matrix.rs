@@ -19,6 +19,12 @@ use fir::topk::{self, TopKOrder, TopKPages, TopKRagged};
 use fir::variant::{self, Params, Rope};
 use fir::{DType, Error, Exec, Result, Tensor, TensorMut, TensorRef, activation, gemm, norm};
 
+/// Files of tests whose operators have no CUDA kernel yet, or not all of them: `every_exec` leaves the GPU out there. The
+/// snapshot of [`cuda_matrix_is_as_recorded`] shows which cells are missing.
+#[cfg(feature = "cuda")]
+pub(crate) const NOT_ON_CUDA: &[&str] =
+    &["attention", "gemm", "moe", "page", "quantize", "rope", "sampling", "speculative", "topk", "variant"];
+
 /// Types in the order of the columns.
 const DTYPES: [DType; 9] =
     [DType::F32, DType::F16, DType::BF16, DType::E4M3, DType::E5M2, DType::E2M1x2, DType::I8, DType::I32, DType::I64];
@@ -568,21 +574,54 @@ fn tree(exec: &Exec, dtype: DType, sampled: bool) -> Result<()> {
     speculative::tree_speculative_sample(exec, args)
 }
 
+/// Whether `exec` takes `dtype` in a row's place.
+fn takes(exec: &Exec, (name, run): &(&str, Row), dtype: DType) -> bool {
+    match run(exec, dtype) {
+        Ok(()) => true,
+        Err(Error::DType { .. } | Error::Unsupported { .. }) => false,
+        Err(e) => panic!("{name} {dtype}: {e}"),
+    }
+}
+
+fn line(name: &str, taken: [bool; DTYPES.len()]) -> String {
+    format!("{name:42}{}\n", taken.map(|t| format!("{:>8}", if t { "yes" } else { "-" })).concat())
+}
+
+/// The same table for CUDA, by a dry run: no GPU is needed. What a file outside of [`NOT_ON_CUDA`] tests is there for every
+/// type that the CPU takes.
+#[cfg(feature = "cuda")]
+#[test]
+fn cuda_matrix_is_as_recorded() {
+    let (cuda, cpu) = (Exec::dry(fir::exec::Arch::HOPPER), Exec::cpu_with(Level::Portable, 1).unwrap());
+    let mut table = format!("{:42}{}\n", "", DTYPES.map(|d| format!("{:>8}", d.name())).concat());
+    let mut complete: Vec<_> = NOT_ON_CUDA.to_vec();
+    for row in ROWS {
+        let (name, taken) = (row.0, DTYPES.map(|d| takes(&cuda, row, d)));
+        let missing: Vec<_> =
+            DTYPES.iter().zip(taken).filter(|(d, t)| !t && takes(&cpu, row, **d)).map(|(d, _)| d.name()).collect();
+        let family = name.split(':').next().unwrap();
+        if !missing.is_empty() {
+            assert!(NOT_ON_CUDA.contains(&family), "{name} has no CUDA kernel for {missing:?}");
+            complete.retain(|f| *f != family);
+        }
+        if taken.contains(&true) {
+            table += &line(name, taken);
+        }
+    }
+    complete.retain(|f| *f != "variant");
+    assert!(complete.is_empty(), "{complete:?} have all their CUDA kernels: take them out of NOT_ON_CUDA");
+    insta::assert_snapshot!(table);
+}
+
 #[test]
 fn support_matrix_is_as_promised() {
     let execs: Vec<Exec> = Level::available().into_iter().map(|level| Exec::cpu_with(level, 1).unwrap()).collect();
     let mut table = format!("{:42}{}\n", "", DTYPES.map(|d| format!("{:>8}", d.name())).concat());
-    for (name, run) in ROWS {
+    for row in ROWS {
+        let name = row.0;
         let taken = DTYPES.map(|dtype| {
             // The answer may not depend on the level: the table is the same on every machine.
-            let answers: Vec<bool> = execs
-                .iter()
-                .map(|exec| match run(exec, dtype) {
-                    Ok(()) => true,
-                    Err(Error::DType { .. } | Error::Unsupported { .. }) => false,
-                    Err(e) => panic!("{name} {dtype}: {e}"),
-                })
-                .collect();
+            let answers: Vec<bool> = execs.iter().map(|exec| takes(exec, row, dtype)).collect();
             assert!(answers.iter().all(|a| *a == answers[0]), "{name} {dtype}: levels differ: {answers:?}");
             answers[0]
         });
@@ -593,10 +632,10 @@ fn support_matrix_is_as_promised() {
                 DTYPES[..*columns].iter().zip(taken).filter(|(_, t)| !t).map(|(d, _)| d.name()).collect();
             assert!(lost.is_empty(), "{name} takes no {lost:?}");
         }
-        if *name == "norm::rms_norm_quant out" {
+        if name == "norm::rms_norm_quant out" {
             assert!(taken[3] && taken[4], "{name} takes no e4m3 or no e5m2");
         }
-        table += &format!("{name:42}{}\n", taken.map(|t| format!("{:>8}", if t { "yes" } else { "-" })).concat());
+        table += &line(name, taken);
     }
     for (start, _) in PROMISED {
         assert!(ROWS.iter().any(|(name, _)| name.starts_with(start)), "no row for {start}");

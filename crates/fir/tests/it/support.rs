@@ -6,8 +6,10 @@ use fir::reference::Precision;
 use fir::testing::{Compare, compare};
 use fir::{DType, TensorRef};
 
-/// Calls `check` with an executor of every level this CPU has, with one and with three threads; says what it skips.
+/// Calls `check` with an executor of every level this CPU has, with one and with three threads, and with the GPU, which
+/// takes the tests' host tensors by staging; says what it skips.
 #[expect(clippy::print_stderr, reason = "a skip must be seen")]
+#[track_caller]
 pub(crate) fn every_exec(check: impl Fn(&Exec)) {
     for level in Level::ALL {
         if !Level::available().contains(&level) {
@@ -18,6 +20,33 @@ pub(crate) fn every_exec(check: impl Fn(&Exec)) {
             check(&Exec::cpu_with(level, threads).unwrap());
         }
     }
+    #[cfg(feature = "cuda")]
+    if let Some(gpu) = gpu() {
+        let file = std::path::Path::new(std::panic::Location::caller().file());
+        let family = file.strip_prefix(file.ancestors().find(|a| a.ends_with("it")).unwrap()).unwrap();
+        let name = family.iter().next().unwrap().to_string_lossy();
+        if crate::matrix::NOT_ON_CUDA.contains(&name.trim_end_matches(".rs")) {
+            eprintln!("skipped on the GPU: {} (it is in NOT_ON_CUDA of tests/it/matrix.rs)", family.display());
+        } else {
+            check(gpu);
+        }
+    }
+}
+
+/// The GPU, if there is one; else says so once, and fails when there must be one.
+#[cfg(feature = "cuda")]
+#[expect(clippy::print_stderr, reason = "a skip must be seen")]
+pub(crate) fn gpu() -> Option<&'static Exec> {
+    static GPU: std::sync::OnceLock<Option<Exec>> = std::sync::OnceLock::new();
+    GPU.get_or_init(|| match fir::exec::Gpu::new(0) {
+        Ok(gpu) => Some(Exec::Cuda(gpu.staged())),
+        Err(e) if std::env::var(fir::env::FIR_REQUIRE_GPU).is_ok_and(|v| v == "1") => panic!("{e}"),
+        Err(e) => {
+            eprintln!("skipped on the GPU: {e}");
+            None
+        }
+    })
+    .as_ref()
 }
 
 /// Compares `got` with a reference, given as its function of the precision.

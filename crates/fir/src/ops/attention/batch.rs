@@ -142,9 +142,7 @@ impl BatchPlan {
         check_split(OP, split)?;
         let program = RowProgram::new(&problem.variant, problem.head_dim_qk, problem.head_dim_vo)?;
         let types = [problem.q_dtype, problem.kv_dtype, problem.out_dtype];
-        let shape = match exec {
-            Exec::Cpu(cpu) => Shape::new(cpu, problem.group(), &types),
-        };
+        let shape = Shape::new(exec.cpu_only(OP)?, problem.group(), &types);
         Ok(Self {
             program,
             problem,
@@ -302,9 +300,7 @@ impl BatchPlan {
     ) -> Result<()> {
         self.with_launch(op, q, kv, params, sm_scale, |launch| {
             let (partials, tiles) = scratch.take(op, self.partial_floats(), self.tile_floats())?;
-            match exec {
-                Exec::Cpu(cpu) => kernel::run(cpu, launch, partials, tiles, sink),
-            }
+            kernel::run(exec.cpu_only(op)?, launch, partials, tiles, sink);
             Ok(())
         })?
     }

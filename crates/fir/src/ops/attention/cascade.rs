@@ -153,9 +153,10 @@ impl CascadePlan {
             let rows = RowsOnce::new(RowsMut::from_slice(rows, p.head_dim_vo + 2));
             plan.run_to(OP, exec, q, kv[l], params, sm_scale, &mut per_level[l], &Sink::States(rows))?;
         }
+        let cpu = exec.cpu_only(OP)?;
         // Any level's launch describes the rows; the first is as good as another.
-        self.levels[0].with_launch(OP, q, kv[0], params, sm_scale, |launch| match exec {
-            Exec::Cpu(cpu) => kernel::merge_levels(cpu, launch, states, n, &sink),
+        self.levels[0].with_launch(OP, q, kv[0], params, sm_scale, |launch| {
+            kernel::merge_levels(cpu, launch, states, n, &sink);
         })
     }
 }

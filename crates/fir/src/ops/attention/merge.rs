@@ -33,9 +33,7 @@ pub fn merge_state(
         .bind("lse_out", &lse_out, &STATE[..2])?;
     same_dtype(OP, "o_b", o_b.dtype(), o_a.dtype())?;
     same_dtype(OP, "out", out.dtype(), o_a.dtype())?;
-    match exec {
-        Exec::Cpu(cpu) => kernel::merge_state(cpu, (o_a, lse_a), (o_b, lse_b), (out, lse_out)),
-    }
+    kernel::merge_state(exec.cpu_only(OP)?, (o_a, lse_a), (o_b, lse_b), (out, lse_out))
 }
 
 /// Merges another state into `o`, `lse`, for the tokens that `mask` selects (all when `None`).
@@ -66,9 +64,7 @@ pub fn merge_state_in_place(
         }
         None => None,
     };
-    match exec {
-        Exec::Cpu(cpu) => kernel::merge_state_in_place(cpu, (o, lse), (o_other, lse_other), mask.as_deref()),
-    }
+    kernel::merge_state_in_place(exec.cpu_only(OP)?, (o, lse), (o_other, lse_other), mask.as_deref())
 }
 
 /// Merges any number of states per row.
@@ -91,9 +87,7 @@ pub fn merge_states(
     if lse_out.layout().is_empty() {
         return Ok(()); // Rows of no heads may claim states without end.
     }
-    match exec {
-        Exec::Cpu(cpu) => kernel::merge_states(cpu, (o, lse), (out, lse_out)),
-    }
+    kernel::merge_states(exec.cpu_only(OP)?, (o, lse), (out, lse_out))
 }
 
 fn same_dtype(op: &'static str, arg: &'static str, got: DType, want: DType) -> Result<()> {

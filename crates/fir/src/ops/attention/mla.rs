@@ -85,9 +85,7 @@ impl MlaPlan {
         let (mut tokens, mut entries) = (vec![], vec![]);
         Token::list(qo.lens(), kv_lens, &mut tokens);
         let types = [problem.q_dtype, problem.kv_dtype, problem.out_dtype];
-        let shape = match exec {
-            Exec::Cpu(cpu) => Shape::new(cpu, problem.heads, &types),
-        };
+        let shape = Shape::new(exec.cpu_only(OP)?, problem.heads, &types);
         let tile = (shape.rows / problem.heads) as u32;
         for (r, (&q_len, &kv_len)) in qo.lens().iter().zip(kv_lens).enumerate() {
             for at in (0..q_len).step_by(tile as usize) {
@@ -189,9 +187,7 @@ impl MlaPlan {
             bound: &bound,
         };
         let (partials, tiles) = scratch.take(OP, self.partial_floats(), self.tile_floats())?;
-        match exec {
-            Exec::Cpu(cpu) => kernel::run(cpu, &launch, partials, tiles, &sink),
-        }
+        kernel::run(exec.cpu_only(OP)?, &launch, partials, tiles, &sink);
         Ok(())
     }
 }

@@ -13,9 +13,8 @@ impl BlockWeights {
     ///
     /// The packed form is at most 3.6 % larger (see [`Self::bytes`]), rows made up to a multiple of 16.
     pub fn pack(exec: &Exec, format: BlockFormat, data: &[u8], n: usize, k: usize) -> Result<Self> {
-        match exec {
-            Exec::Cpu(cpu) => cpu::gemm::blocks::Packed::new(cpu, "BlockWeights::pack", format, data, n, k).map(Self),
-        }
+        cpu::gemm::blocks::Packed::new(exec.cpu_only("BlockWeights::pack")?, "BlockWeights::pack", format, data, n, k)
+            .map(Self)
     }
 
     /// Bytes of the packed form: what a product with few rows reads.
@@ -66,9 +65,7 @@ pub fn block_gemm(exec: &Exec, x: TensorRef<'_>, w: &BlockWeights, out: TensorMu
         &out,
         &["m", "n"],
     )?;
-    match exec {
-        Exec::Cpu(cpu) => cpu::gemm::blocks::gemm(cpu, x, &w.0, out),
-    }
+    cpu::gemm::blocks::gemm(exec.cpu_only("block_gemm")?, x, &w.0, out)
 }
 
 /// Dequantizes rows of GGUF blocks, as an embedding's lookup needs them; see [`BlockFormat`] for the values.
@@ -86,7 +83,5 @@ pub fn dequantize_blocks(exec: &Exec, format: BlockFormat, data: &[u8], out: Ten
         let want = format!("{rows} rows of {row_bytes} bytes ({} elements of {format})", dims.get("k"));
         return Err(Error::value(OP, "data.len()", data.len(), want));
     }
-    match exec {
-        Exec::Cpu(cpu) => cpu::gemm::blocks::dequantize(cpu, OP, format, data, out),
-    }
+    cpu::gemm::blocks::dequantize(exec.cpu_only(OP)?, OP, format, data, out)
 }

@@ -104,9 +104,7 @@ fn run(exec: &Exec, op: &'static str, list: Vec<ScaledProduct<'_>>) -> Result<()
     let Some(first) = list.first() else { return Ok(()) };
     let (x, w) = (&first.x, &first.w);
     if matches!(w.data.dtype(), DType::E4M3 | DType::E5M2) {
-        return match exec {
-            Exec::Cpu(cpu) => cpu::gemm::scaled::products(cpu, op, list),
-        };
+        return cpu::gemm::scaled::products(exec.cpu_only(op)?, op, list);
     }
     for (arg, side) in [("x.scales", x), ("w.scales", w)] {
         if side.scales.is_some() {
@@ -114,7 +112,5 @@ fn run(exec: &Exec, op: &'static str, list: Vec<ScaledProduct<'_>>) -> Result<()
         }
     }
     let list = list.into_iter().map(|p| Product { x: p.x.data, w: p.w.data, out: p.out, then: Epilogue::None });
-    match exec {
-        Exec::Cpu(cpu) => cpu::gemm::products(cpu, op, list.collect()),
-    }
+    cpu::gemm::products(exec.cpu_only(op)?, op, list.collect())
 }

@@ -118,7 +118,5 @@ pub fn gemm_add_rms_norm(exec: &Exec, args: GemmAddNormArgs<'_>) -> Result<()> {
 }
 
 fn product(op: &'static str, exec: &Exec, product: Product<'_>) -> Result<()> {
-    match exec {
-        Exec::Cpu(cpu) => cpu::gemm::products(cpu, op, vec![product]),
-    }
+    cpu::gemm::products(exec.cpu_only(op)?, op, vec![product])
 }

@@ -23,9 +23,7 @@ pub fn scaled_gemm(exec: &Exec, x: Scaled<'_>, w: Scaled<'_>, out: TensorMut<'_>
     bind(&mut dims, OP, ["x", "x.scales"], &x, &["m", "k"])?;
     bind(&mut dims, OP, ["w", "w.scales"], &w, &["n", "k"])?;
     dims.bind("out", &out, &["m", "n"])?;
-    match exec {
-        Exec::Cpu(cpu) => cpu::gemm::scaled::products(cpu, OP, vec![ScaledProduct { x, w, out }]),
-    }
+    cpu::gemm::scaled::products(exec.cpu_only(OP)?, OP, vec![ScaledProduct { x, w, out }])
 }
 
 /// Binds the axes of a matrix (or a batch of them) and checks its scales against it; `args` are the names of both.

@@ -2,6 +2,7 @@ use std::ffi::c_void;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use super::super::place::DeviceMemory;
 use super::*;
 use crate::tensor::dlpack::{DlDataType, FLAG_COPIED};
 
@@ -24,7 +25,7 @@ const DTYPES: [DType; 14] = [
 
 fn tensor(dtype: DType, shape: &[usize]) -> Tensor {
     let mut t = Tensor::zeros(dtype, shape).unwrap();
-    for (i, b) in t.bytes_mut().iter_mut().enumerate() {
+    for (i, b) in t.view_mut().into_host_bytes("", "").unwrap().iter_mut().enumerate() {
         *b = (i * 37 + 11) as u8;
     }
     t
@@ -100,7 +101,11 @@ fn every_dtype_comes_back_from_both_versions() {
             let old = unsafe { Foreign::from_dlpack_unversioned(t.clone().into_dlpack_unversioned().into_raw()) };
             for mut f in [versioned.unwrap(), old.unwrap()] {
                 assert_eq!((f.dtype(), f.layout().shape(), f.is_read_only()), (dtype, shape, false));
-                assert_eq!(f.view().unwrap().bytes(), t.view().bytes(), "{dtype} {shape:?}");
+                assert_eq!(
+                    f.view().unwrap().host_bytes("", "").unwrap(),
+                    t.view().host_bytes("", "").unwrap(),
+                    "{dtype} {shape:?}"
+                );
                 let view = f.view_mut().unwrap();
                 if dtype == DType::U32 {
                     view.typed::<u32>("t", "x").unwrap().data().fill(7);
@@ -187,7 +192,7 @@ fn hostile_descriptors_are_refused_and_freed_once() {
     let cases: &[(&[i64], &[i64], Edit, &str)] = &[
         (&[2], &[], |m| m.version.major = 2, "version"),
         (&[2], &[], |m| m.version.major = 0, "version"),
-        (&[2], &[], |m| m.dl_tensor.device.device_type = 2, "device"),
+        (&[2], &[], |m| m.dl_tensor.device.device_type = 4, "device"),
         (&[2], &[], |m| m.dl_tensor.dtype.lanes = 4, "dtype"),
         (&[2], &[], |m| m.dl_tensor.dtype.lanes = 0, "dtype"),
         (&[2], &[], |m| m.dl_tensor.dtype.bits = 64, "dtype"),
@@ -266,4 +271,60 @@ fn bytes_of_an_owner_are_a_read_only_tensor() {
     assert!(Foreign::from_owner(mapped(0), DType::I32, &[usize::MAX, 3]).is_err());
     let none = Foreign::from_owner(Box::new(Vec::new()), DType::I64, &[0, 3]).unwrap();
     assert!(none.view().unwrap().typed::<i64>("t", "x").unwrap().data().is_empty());
+}
+
+#[test]
+fn memory_of_a_device_is_named_and_not_touched() {
+    let deleted = Arc::new(AtomicUsize::new(0));
+    let managed = produce(&[3, 4], &[], &deleted, |m| {
+        m.dl_tensor.device = DlDevice { device_type: 2, device_id: 1 };
+        // An address that this process cannot read.
+        m.dl_tensor.data = ptr::without_provenance_mut(0x7000_0000_1000);
+        m.dl_tensor.byte_offset = 16;
+    });
+    // SAFETY: the descriptor is whole and given away; its memory is a device's, which nothing here touches.
+    let mut f = unsafe { Foreign::from_dlpack(managed) }.unwrap();
+    let row = f.view().unwrap().slice(0, 1..2).unwrap();
+    assert_eq!(row.place(), Place::Cuda(1));
+    assert_eq!(row.span(), Some(Span { address: 0x7000_0000_1020, len: 32, ordinal: 1 }));
+    let refused = row.typed::<f32>("rms_norm", "x").unwrap_err();
+    assert_eq!(refused.to_string(), "rms_norm: `x` is in memory of cuda:1, expected host memory");
+    assert!(f.view_mut().unwrap().typed::<f32>("rms_norm", "out").is_err());
+    drop(f);
+    assert_eq!(deleted.load(Ordering::Relaxed), 1);
+}
+
+/// A device's memory that is a vector of ours.
+struct Fake(Vec<u8>);
+
+impl DeviceMemory for Fake {
+    fn span(&self) -> Span {
+        Span { address: 0x4000_0000, len: self.0.len(), ordinal: 2 }
+    }
+    fn duplicate(&self) -> Result<Box<dyn DeviceMemory>> {
+        Ok(Box::new(Self(self.0.clone())))
+    }
+    fn read(&self, out: &mut [u8]) -> Result<()> {
+        out.copy_from_slice(&self.0[..out.len()]);
+        Ok(())
+    }
+}
+
+#[test]
+fn a_tensor_on_a_device_is_read_back_cloned_and_exported() {
+    let bytes: Vec<u8> = [1f32, 2.0, 3.0, 4.0].iter().flat_map(|x| x.to_le_bytes()).collect();
+    let layout = Layout::contiguous("t", "x", &[2, 2]).unwrap();
+    assert!(Tensor::on_device(Box::new(Fake(vec![0; 15])), DType::F32, layout).is_err());
+    let t = Tensor::on_device(Box::new(Fake(bytes)), DType::F32, layout).unwrap();
+    assert_eq!(t.place(), Place::Cuda(2));
+    assert!(t.as_slice::<f32>().is_err() && t.view().to_f32_vec().is_err());
+    assert_eq!(t.clone().to_host().unwrap().as_slice::<f32>().unwrap(), [1.0, 2.0, 3.0, 4.0]);
+    assert_eq!(t.to_host().unwrap().place(), Place::Host);
+    let raw = t.into_dlpack().into_raw();
+    // SAFETY: `raw` was just made, and is read before it is given away.
+    let dl = unsafe { (*raw).dl_tensor };
+    assert_eq!((dl.device.device_type, dl.device.device_id, dl.data.addr()), (2, 2, 0x4000_0000));
+    // SAFETY: as above; the memory is a device's, which nothing here touches.
+    let f = unsafe { Foreign::from_dlpack(raw) }.unwrap();
+    assert_eq!(f.view().unwrap().place(), Place::Cuda(2));
 }

@@ -1,0 +1,81 @@
+// activation.cuh: gated activations.
+//
+//   out[r, i] = act(x[r, i]) * x[r, d + i]
+//
+// grid   (row blocks) * parts: a row of more than blockDim.x chunks is cut into parts
+// block  256: `width` threads per row, a power of two, 256 / width rows
+// needs  sm_80
+//
+// reads  x, each element once
+// writes out, each element once; nothing between its rows
+// twins  src/cpu/activation.rs, src/reference/activation.rs
+#pragma once
+#include <fir/base/math.cuh>
+#include <fir/base/vec.cuh>
+
+namespace fir {
+
+struct ActivationParams {
+  const void* x;
+  void* out;
+  u32 rows;
+  u32 inner;  // rows of the second axis; >= rows when all are evenly apart
+  u64 x_outer, x_stride;
+  u64 out_outer, out_stride;
+  u32 d;
+  u32 width;    // threads per row and part
+  u32 parts;    // blocks per row
+  u32 unused;
+};
+
+struct Silu {
+  static __device__ __forceinline__ float apply(float x) { return x * sigmoid(x); }
+};
+// 1 + erf z = erfc(-z), which does not cancel for negative z.
+struct Gelu {
+  static __device__ __forceinline__ float apply(float x) { return x * 0.5f * erfcf(x * -0.70710678f); }
+};
+// (1 + tanh u) / 2 = sigmoid(2u), which does not cancel for negative u. 1.5957692 = 2 sqrt(2 / pi).
+struct GeluTanh {
+  static __device__ __forceinline__ float apply(float x) { return x * sigmoid(x * fmaf(x * x, 0.044715f * 1.5957692f, 1.5957692f)); }
+};
+
+// kVecs: chunks of each half that a thread has under way at once. kVector: both halves and out are aligned for vectors.
+template <class T, class Act, int kVecs, bool kVector>
+__global__ void __launch_bounds__(256) act_and_mul(const __grid_constant__ ActivationParams p) {
+  constexpr int kL = kLanes<T>;
+  const u32 part = blockIdx.x % p.parts, per_block = blockDim.x / p.width;
+  const u32 lane = threadIdx.x & (p.width - 1), step = p.width * kL;
+  wait_for_previous();
+  for (u64 first = u64(blockIdx.x / p.parts) * per_block; first < p.rows; first += u64(gridDim.x / p.parts) * per_block) {
+    const u64 r = first + threadIdx.x / p.width;
+    if (r >= p.rows) break;
+    const T* gate = static_cast<const T*>(p.x) + row_offset(u32(r), p.rows, p.inner, p.x_outer, p.x_stride);
+    const T* up = gate + p.d;
+    T* out = static_cast<T*>(p.out) + row_offset(u32(r), p.rows, p.inner, p.out_outer, p.out_stride);
+    const u32 begin = part * kVecs * step + lane * kL;
+    Chunk g[kVecs] = {}, u[kVecs] = {};
+#pragma unroll
+    for (int v = 0; v < kVecs; ++v) {
+      u32 at = begin + v * step;
+      if (at < p.d) {
+        g[v] = load_chunk<kVector>(gate, at, p.d);
+        u[v] = load_chunk<kVector>(up, at, p.d);
+      }
+    }
+    start_next();
+#pragma unroll
+    for (int v = 0; v < kVecs; ++v) {
+      u32 at = begin + v * step;
+      if (at >= p.d) break;
+      float a[kL], b[kL];
+      widen<T>(g[v], a);
+      widen<T>(u[v], b);
+#pragma unroll
+      for (int i = 0; i < kL; ++i) a[i] = Act::apply(a[i]) * b[i];
+      store_elements<kVector>(out, at, p.d, a);
+    }
+  }
+}
+
+}  // namespace fir

@@ -1,0 +1,197 @@
+//! [`Gpu`]: a device, a stream, and the kernels loaded so far.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, OnceLock};
+
+use super::arch::Arch;
+use super::driver::{Buffer, Context, Function, Properties, Stream};
+use super::dry::{Launch, Recorder};
+use super::jit::{self, Source};
+use super::nvrtc::Nvrtc;
+use crate::error::{Error, Result};
+use crate::tensor::{DType, Layout, Tensor};
+
+/// A CUDA executor: a device and a stream on it. Cheap to clone; clones share both, and the loaded kernels.
+///
+/// Operators queue their work on the stream and return; outputs are there once it was waited for. Every tensor must be on
+/// the device: see [`Tensor::to_device`], [`Gpu::zeros`] and [`crate::tensor::Foreign`].
+#[derive(Clone)]
+pub struct Gpu {
+    device: Arc<Device>,
+    lane: Lane,
+    staged: bool,
+}
+
+struct Device {
+    properties: Properties,
+    /// Major version of CUDA that the driver speaks.
+    driver: i32,
+    kernels: Mutex<HashMap<Source, Slot>>,
+}
+
+type Slot = Arc<OnceLock<Result<Arc<Kernel>>>>;
+
+#[derive(Clone)]
+pub(super) enum Lane {
+    Live(Stream),
+    Dry(Arc<Recorder>),
+}
+
+/// A kernel that may be launched.
+#[derive(Debug)]
+pub(crate) struct Kernel {
+    pub(super) source: Source,
+    /// None on a dry run.
+    pub(super) function: Option<Function>,
+}
+
+impl Kernel {
+    /// Blocks of these sizes that one multiprocessor holds at a time; 1 on a dry run.
+    #[expect(dead_code, reason = "for kernels whose grid fills the device once")]
+    pub(crate) fn blocks_per_multiprocessor(&self, threads: u32, smem: u32) -> Result<u32> {
+        self.function.as_ref().map_or(Ok(1), |f| f.blocks_per_multiprocessor(threads, smem))
+    }
+}
+
+impl Gpu {
+    /// The device with this ordinal, with a stream of its own.
+    ///
+    /// Says what is missing when there is no driver, no such device, one older than sm_80, or no NVRTC and no compiled
+    /// kernels either.
+    pub fn new(ordinal: u32) -> Result<Self> {
+        let context = Context::new(ordinal)?;
+        let driver = context.driver().0;
+        if let Err(missing) = Nvrtc::get(driver)
+            && jit::list()?.is_empty()
+        {
+            return Err(missing);
+        }
+        let stream = Stream::new(&context)?;
+        let properties = context.properties().clone();
+        Ok(Self::with(properties, driver, Lane::Live(stream)))
+    }
+
+    /// No device at all: operators do everything up to the launch, which is recorded.
+    pub fn dry(arch: Arch) -> Self {
+        let (multiprocessors, shared_per_block) = arch.typical();
+        let name = format!("no device, as {arch}");
+        let properties =
+            Properties { name, arch, multiprocessors, shared_per_block, l2_bytes: 50 << 20, memory_bytes: 80 << 30 };
+        Self::with(properties, i32::MAX, Lane::Dry(Arc::default()))
+    }
+
+    fn with(properties: Properties, driver: i32, lane: Lane) -> Self {
+        Self { device: Arc::new(Device { properties, driver, kernels: Mutex::default() }), lane, staged: false }
+    }
+
+    /// The same device and stream, taking host tensors too: for tests and first steps. What a call reads is copied to the
+    /// device before, what it writes is copied back after, and it waits.
+    pub fn staged(&self) -> Self {
+        Self { staged: true, ..self.clone() }
+    }
+
+    /// The same device on another stream of it.
+    pub fn on_stream(&self, stream: &Stream) -> Result<Self> {
+        match &self.lane {
+            Lane::Live(own) if own.context().ordinal() == stream.context().ordinal() => {
+                Ok(Self { lane: Lane::Live(stream.clone()), ..self.clone() })
+            }
+            _ => Err(Error::place("Gpu::on_stream", "stream", format!("{:?}", stream.context()), format!("{self:?}"))),
+        }
+    }
+
+    /// What the device is.
+    pub fn properties(&self) -> &Properties {
+        &self.device.properties
+    }
+
+    /// The stream that work is queued on; none on a dry run.
+    pub fn stream(&self) -> Option<&Stream> {
+        match &self.lane {
+            Lane::Live(stream) => Some(stream),
+            Lane::Dry(_) => None,
+        }
+    }
+
+    /// Waits until everything queued so far is done.
+    pub fn synchronize(&self) -> Result<()> {
+        self.stream().map_or(Ok(()), Stream::synchronize)
+    }
+
+    /// Zeros on the device.
+    pub fn zeros(&self, dtype: DType, shape: &[usize]) -> Result<Tensor> {
+        let layout = Layout::contiguous("Gpu::zeros", "shape", shape)?;
+        let buffer = Buffer::new(self.live("Gpu::zeros")?, layout.len() * dtype.size())?;
+        buffer.fill(0)?;
+        Tensor::on_device(Box::new(buffer), dtype, layout)
+    }
+
+    /// What a dry run recorded since the last time.
+    pub fn launches(&self) -> Vec<Launch> {
+        match &self.lane {
+            Lane::Live(_) => Vec::new(),
+            Lane::Dry(recorder) => recorder.take(),
+        }
+    }
+
+    /// The stream, of a device that is there.
+    fn live(&self, op: &'static str) -> Result<&Stream> {
+        self.stream().ok_or_else(|| Error::Unsupported { op, why: vec!["a dry run has no memory".into()] })
+    }
+
+    pub(super) fn lane(&self) -> &Lane {
+        &self.lane
+    }
+
+    pub(super) fn takes_host_tensors(&self) -> bool {
+        self.staged || matches!(self.lane, Lane::Dry(_))
+    }
+
+    /// The kernel, compiled and loaded unless it was before.
+    pub(crate) fn kernel(&self, source: Source) -> Result<Arc<Kernel>> {
+        let slot = {
+            let mut kernels = self.device.kernels.lock().unwrap_or_else(|e| e.into_inner());
+            kernels.entry(source.clone()).or_default().clone()
+        };
+        slot.get_or_init(|| {
+            let function = match &self.lane {
+                Lane::Dry(_) => None,
+                Lane::Live(stream) => {
+                    let (cubin, _) = jit::cubin(&source, self.device.properties.arch, self.device.driver)?;
+                    Some(Function::load(stream.context(), &cubin.image, &cubin.symbol)?)
+                }
+            };
+            Ok(Arc::new(Kernel { source, function }))
+        })
+        .clone()
+    }
+}
+
+impl std::fmt::Debug for Gpu {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match &self.lane {
+            Lane::Live(stream) => write!(f, "{:?}", stream.context())?,
+            Lane::Dry(_) => f.write_str(&self.device.properties.name)?,
+        }
+        f.write_str(if self.staged { ", staged" } else { "" })
+    }
+}
+
+impl Tensor {
+    /// A copy on the device of `gpu`, from the host or from that device; waits for it.
+    pub fn to_device(&self, gpu: &Gpu) -> Result<Self> {
+        const OP: &str = "Tensor::to_device";
+        let (view, stream) = (self.view(), gpu.live(OP)?);
+        let bytes = view.layout().len() * self.dtype().size();
+        let layout = *view.layout();
+        match view.span() {
+            None => {
+                let buffer = Buffer::new(stream, bytes)?;
+                buffer.write(0, &view.host_bytes(OP, "self")?[..bytes])?;
+                Self::on_device(Box::new(buffer), self.dtype(), layout)
+            }
+            Some(span) if span.ordinal == stream.context().ordinal() => Ok(self.clone()),
+            Some(_) => Err(Error::place(OP, "self", self.place(), format!("host memory, or {gpu:?}"))),
+        }
+    }
+}

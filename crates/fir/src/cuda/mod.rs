@@ -1,0 +1,25 @@
+//! The CUDA backend: kernels are text under `kernels/`, compiled when they are first used.
+//!
+//! | file | holds |
+//! |---|---|
+//! | [`driver`] | the driver's functions: context, streams, memory, launches (unsafe code) |
+//! | [`nvrtc`] | the compiler (unsafe code) |
+//! | [`source`] | the kernels' text |
+//! | [`jit`] | compiled kernels, from memory, disk or the compiler |
+//! | [`params`] | structs that kernels take |
+//! | [`exec`], [`call`] | a device with a stream; one operator's call on it |
+//! | [`dry`] | launches as text |
+//! | the others | an operator each: which kernel, with which grid and parameters |
+
+pub(crate) mod activation;
+mod arch;
+mod call;
+pub(crate) mod driver;
+pub(crate) mod dry;
+pub(crate) mod exec;
+pub mod jit;
+pub(crate) mod norm;
+mod nvrtc;
+mod params;
+mod rows;
+mod source;

@@ -1,0 +1,114 @@
+//! Parameters of kernels: a Rust struct that is laid out as its C++ twin, and knows its fields.
+//!
+//! The fields serve twice: the compiled text asserts that the twin has each at the same offset, and a dry run shows
+//! them by name.
+
+use bytemuck::{Pod, Zeroable};
+
+/// An address on a device; 0 is none.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
+#[repr(transparent)]
+pub(crate) struct Address(pub(crate) u64);
+
+/// How a field is shown.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    Address,
+    F32,
+    U32,
+    U64,
+}
+
+/// A field of a struct of parameters.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Field {
+    pub(crate) name: &'static str,
+    pub(crate) offset: usize,
+    pub(crate) kind: Kind,
+}
+
+/// Types that a field may have.
+pub(crate) trait Scalar: Pod {
+    const KIND: Kind;
+}
+
+macro_rules! scalars {
+    ($($t:ty => $kind:ident),*) => {$(
+        impl Scalar for $t {
+            const KIND: Kind = Kind::$kind;
+        }
+    )*};
+}
+scalars! { Address => Address, f32 => F32, u32 => U32, u64 => U64 }
+
+/// A kernel's parameter.
+pub(crate) trait Params: Pod {
+    /// Its C++ type.
+    const TYPE: &'static str;
+    const FIELDS: &'static [Field];
+}
+
+/// A type of parameters, for a kernel's source.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Twin {
+    pub(crate) cpp: &'static str,
+    pub(crate) size: usize,
+    pub(crate) fields: &'static [Field],
+}
+
+impl Twin {
+    pub(crate) const fn of<P: Params>() -> Self {
+        Self { cpp: P::TYPE, size: size_of::<P>(), fields: P::FIELDS }
+    }
+
+    /// C++ text that fails to compile unless the twins agree.
+    pub(crate) fn assertions(&self) -> String {
+        let mut text = format!("static_assert(sizeof({}) == {}, \"size\");\n", self.cpp, self.size);
+        for Field { name, offset, .. } in self.fields {
+            // NVRTC has no offsetof; this is what one is made of in its front end.
+            let at = format!("__INTADDR__(&static_cast<{}*>(nullptr)->{name})", self.cpp);
+            text += &format!("static_assert({at} == {offset}, \"{name}\");\n");
+        }
+        text
+    }
+}
+
+/// Declares a struct of parameters with the C++ type that it is the twin of.
+macro_rules! params {
+    ($(#[$doc:meta])* $visible:vis struct $name:ident = $cpp:literal {
+        $($(#[$field_doc:meta])* $field:ident: $ty:ty,)*
+    }) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+        #[repr(C)]
+        $visible struct $name {
+            $($(#[$field_doc])* $visible $field: $ty,)*
+        }
+        impl $crate::cuda::params::Params for $name {
+            const TYPE: &'static str = $cpp;
+            const FIELDS: &'static [$crate::cuda::params::Field] = &[$($crate::cuda::params::Field {
+                name: stringify!($field),
+                offset: std::mem::offset_of!($name, $field),
+                kind: <$ty as $crate::cuda::params::Scalar>::KIND,
+            },)*];
+        }
+    };
+}
+pub(crate) use params;
+
+/// The fields of `bytes` as text; `name` turns an address into the argument that it lies in.
+pub(crate) fn show(bytes: &[u8], fields: &[Field], name: impl Fn(u64) -> String) -> String {
+    let mut text = Vec::new();
+    for field in fields {
+        let rest = &bytes[field.offset..];
+        let word = |n: usize| rest[..n].iter().rev().fold(0u64, |sum, &b| sum << 8 | u64::from(b));
+        let value = match field.kind {
+            Kind::Address => name(word(8)),
+            Kind::F32 => f32::from_bits(word(4) as u32).to_string(),
+            Kind::U32 => word(4).to_string(),
+            Kind::U64 => word(8).to_string(),
+        };
+        text.push(format!("{} {value}", field.name));
+    }
+    text.join(", ")
+}

@@ -1,0 +1,98 @@
+//! The text of the kernels: every file under `kernels/`, in the binary.
+
+/// Files by their path under `kernels/`, which is their name in `#include <fir/…>`.
+pub(crate) const FILES: &[(&str, &str)] = &[
+    ("activation.cuh", include_str!("../../kernels/activation.cuh")),
+    ("base/math.cuh", include_str!("../../kernels/base/math.cuh")),
+    ("base/reduce.cuh", include_str!("../../kernels/base/reduce.cuh")),
+    ("base/types.cuh", include_str!("../../kernels/base/types.cuh")),
+    ("base/vec.cuh", include_str!("../../kernels/base/vec.cuh")),
+    ("norm.cuh", include_str!("../../kernels/norm.cuh")),
+];
+
+/// `file` and all that it includes, each once, in the order of [`FILES`].
+pub(crate) fn with_includes(file: &str) -> Vec<(&'static str, &'static str)> {
+    let (mut seen, mut open) = (vec![false; FILES.len()], vec![file]);
+    while let Some(name) = open.pop() {
+        if let Some(at) = FILES.iter().position(|(n, _)| *n == name)
+            && !std::mem::replace(&mut seen[at], true)
+        {
+            open.extend(includes(FILES[at].1).filter_map(|path| path.strip_prefix("<fir/")?.strip_suffix('>')));
+        }
+    }
+    FILES.iter().zip(seen).filter(|(_, seen)| *seen).map(|(file, _)| *file).collect()
+}
+
+/// What follows `#include` in each line that has it.
+fn includes(text: &str) -> impl Iterator<Item = &str> {
+    text.lines()
+        .filter_map(|line| line.trim_start().strip_prefix('#')?.trim_start().strip_prefix("include").map(str::trim))
+}
+
+/// FNV-1a of 128 bits. It names cached kernels: two texts of one kernel would have to meet by chance of 1 in 2^128, and
+/// a cached file repeats the kernel's name, architecture and compiler, which are compared.
+#[derive(Clone, Copy)]
+pub(crate) struct Hash(u128);
+
+impl Hash {
+    pub(crate) const fn new() -> Self {
+        Self(0x6c62_272e_07bb_0142_62b8_2175_6295_c58d)
+    }
+
+    /// Takes in `bytes` and their number, so that no two lists of strings read alike.
+    pub(crate) fn add(&mut self, bytes: &[u8]) -> &mut Self {
+        for &byte in (bytes.len() as u64).to_le_bytes().iter().chain(bytes) {
+            self.0 = (self.0 ^ u128::from(byte)).wrapping_mul(0x0000_0000_0100_0000_0000_0000_0000_013b);
+        }
+        self
+    }
+
+    pub(crate) fn finish(self) -> u128 {
+        self.0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_kernel_file_is_in_the_table() {
+        let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels");
+        let (mut on_disk, mut folders) = (Vec::new(), vec![root.clone()]);
+        while let Some(folder) = folders.pop() {
+            for entry in std::fs::read_dir(folder).unwrap() {
+                let path = entry.unwrap().path();
+                if path.is_dir() {
+                    folders.push(path);
+                } else {
+                    on_disk.push(path.strip_prefix(&root).unwrap().to_string_lossy().into_owned());
+                }
+            }
+        }
+        on_disk.sort();
+        assert_eq!(on_disk, FILES.iter().map(|(name, _)| *name).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn kernels_include_only_each_other() {
+        for (name, text) in FILES {
+            for include in includes(text) {
+                let inside = include.strip_prefix("<fir/").and_then(|p| p.strip_suffix('>'));
+                assert!(inside.is_some_and(|p| FILES.iter().any(|(n, _)| *n == p)), "{name} includes {include}");
+            }
+        }
+    }
+
+    #[test]
+    fn hash_is_fnv_1a() {
+        // Of no string at all, and of one letter (its length, eight bytes, comes first).
+        assert_eq!(Hash::new().finish(), 0x6c62272e07bb014262b821756295c58d);
+        let mut by_hand = Hash::new().0;
+        for byte in [1u8, 0, 0, 0, 0, 0, 0, 0, b'a'] {
+            by_hand = (by_hand ^ u128::from(byte)).wrapping_mul((1 << 88) + 0x13b);
+        }
+        assert_eq!(Hash::new().add(b"a").finish(), by_hand);
+        assert_ne!(Hash::new().add(b"ab").add(b"c").finish(), Hash::new().add(b"a").add(b"bc").finish());
+    }
+}

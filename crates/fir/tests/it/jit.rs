@@ -1,0 +1,160 @@
+//! The JIT lane: every kernel that dispatch may choose compiles, within its budget, with no GPU; and the cache of compiled
+//! kernels keeps its promises.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::process::Command;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use fir::exec::Arch;
+use fir::jit::{self, Cubin, Origin, Source};
+
+/// Most registers of a thread, by family, on sm_90a; none may spill there. A kernel of 256 threads with 32 registers fills a
+/// multiprocessor, one with 64 fills half of it.
+const REGISTERS: &[(&str, u32)] = &[("activation", 48), ("norm", 64)];
+
+/// Whether there is a compiler; says so when not, and fails when there must be one.
+#[expect(clippy::print_stderr, reason = "a skip must be seen")]
+fn has_compiler() -> bool {
+    match jit::compiler() {
+        Ok(_) => true,
+        Err(e) if std::env::var(fir::env::FIR_REQUIRE_NVRTC).is_ok_and(|v| v == "1") => panic!("{e}"),
+        Err(e) => {
+            eprintln!("skipped: {e}");
+            false
+        }
+    }
+}
+
+/// Compiles on all cores, past the cache.
+fn compile_all(jobs: &[(Source, Arch)]) -> Vec<(&Source, Arch, fir::Result<Cubin>)> {
+    let (next, done) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    std::thread::scope(|scope| {
+        for _ in 0..cores {
+            scope.spawn(|| {
+                while let Some((source, arch)) = jobs.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    let result = jit::compile(source, *arch);
+                    done.lock().unwrap().push((source, *arch, result));
+                }
+            });
+        }
+    });
+    done.into_inner().unwrap()
+}
+
+#[test]
+#[expect(clippy::print_stdout, reason = "numbers are for the reader, also when they fit")]
+fn every_kernel_compiles_for_sm_90a_within_its_budget() {
+    if !has_compiler() {
+        return;
+    }
+    let jobs: Vec<_> = jit::kernels().into_iter().map(|k| (k, Arch::HOPPER)).collect();
+    let (mut faults, mut most) = (Vec::new(), BTreeMap::new());
+    for (source, _, result) in compile_all(&jobs) {
+        let usage = match result {
+            Ok(cubin) => cubin.usage,
+            Err(e) => {
+                faults.push(e.to_string());
+                continue;
+            }
+        };
+        let budget = REGISTERS.iter().find(|(family, _)| *family == source.family());
+        let (_, budget) = budget.unwrap_or_else(|| panic!("{} has no budget of registers", source.family()));
+        if usage.registers > *budget || usage.spilled > 0 || usage.registers == 0 {
+            faults.push(format!("{}: {usage:?}, budget {budget} registers", source.name()));
+        }
+        let max: &mut u32 = most.entry(source.family()).or_default();
+        *max = usage.registers.max(*max);
+    }
+    println!("{} kernels; most registers: {most:?}", jobs.len());
+    assert!(faults.is_empty(), "{}", faults.join("\n"));
+}
+
+#[test]
+fn one_kernel_of_each_file_compiles_for_every_architecture() {
+    if !has_compiler() {
+        return;
+    }
+    let families: BTreeMap<_, _> = jit::kernels().into_iter().map(|k| (k.family().to_owned(), k)).collect();
+    // The last of a family: the one with the most in it. fp8 is done by bits before sm_89, so its stores are here too.
+    let fp8 = jit::kernels().into_iter().find(|k| k.name().contains("e5m2"));
+    let chosen = families.into_values().chain(fp8);
+    let jobs: Vec<_> = chosen.flat_map(|k| Arch::ALL.map(|arch| (k.clone(), arch))).collect();
+    for (source, arch, result) in compile_all(&jobs) {
+        let spilled = result.unwrap_or_else(|e| panic!("{e}")).usage.spilled;
+        assert_eq!(spilled, 0, "{} for {arch}", source.name());
+    }
+}
+
+/// Not a test of its own: the processes of the tests below, which must have another cache than this one.
+#[test]
+#[ignore = "started by other tests, in processes of their own"]
+#[expect(clippy::print_stdout, reason = "read by the test that started it")]
+fn child_builds_one_kernel() {
+    let kernels = jit::kernels();
+    let results: Vec<_> = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..3).map(|_| scope.spawn(|| jit::build(&kernels[0], Arch::HOPPER))).collect();
+        threads.into_iter().map(|t| t.join().unwrap()).collect()
+    });
+    for result in results {
+        println!("origin: {:?}", result.unwrap().1);
+    }
+}
+
+/// Runs [`child_builds_one_kernel`] with a cache in `dir`; where each of its threads found the kernel.
+fn children(dir: &Path, count: usize) -> Vec<Vec<Origin>> {
+    let start = |_| {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(["--exact", "jit::child_builds_one_kernel", "--ignored", "--nocapture"]);
+        command.env(fir::env::FIR_CACHE_DIR, dir).stdout(std::process::Stdio::piped()).spawn().unwrap()
+    };
+    let started: Vec<_> = (0..count).map(start).collect();
+    started
+        .into_iter()
+        .map(|child| {
+            let out = child.wait_with_output().unwrap();
+            let text = String::from_utf8_lossy(&out.stdout).into_owned();
+            assert!(out.status.success(), "{text}");
+            let origins = text.lines().filter_map(|l| l.split_once("origin: ")).map(|(_, origin)| match origin {
+                "Memory" => Origin::Memory,
+                "Disk" => Origin::Disk,
+                "Compiled" => Origin::Compiled,
+                other => panic!("{other}"),
+            });
+            origins.collect()
+        })
+        .collect()
+}
+
+fn once(origins: &[Origin], first: Origin) -> bool {
+    origins.len() == 3
+        && origins.iter().filter(|o| **o == first).count() == 1
+        && origins.iter().filter(|o| **o == Origin::Memory).count() == 2
+}
+
+#[test]
+fn kernels_are_compiled_once_and_shared_by_processes() {
+    if !has_compiler() {
+        return;
+    }
+    let dir = std::env::temp_dir().join(format!("fir-jit-lane-{}", std::process::id()));
+    // Two race: each compiles or finds what the other wrote, one of its threads alone.
+    for origins in children(&dir, 2) {
+        assert!(once(&origins, Origin::Compiled) || once(&origins, Origin::Disk), "{origins:?}");
+    }
+    let files = || -> Vec<_> { std::fs::read_dir(dir.join("kernels")).unwrap().map(|e| e.unwrap().path()).collect() };
+    assert_eq!(files().len(), 1, "one kernel, no temporary file: {:?}", files());
+    assert!(once(&children(&dir, 1)[0], Origin::Disk));
+    // A torn file is compiled again and mended.
+    let whole = std::fs::read(&files()[0]).unwrap();
+    std::fs::write(&files()[0], &whole[..whole.len() - 7]).unwrap();
+    assert!(once(&children(&dir, 1)[0], Origin::Compiled));
+    assert_eq!(std::fs::read(&files()[0]).unwrap(), whole, "compiling is reproducible");
+    std::fs::remove_dir_all(&dir).unwrap();
+    // A file where the folder should be: nothing can be kept, and everything works.
+    std::fs::write(&dir, "in the way").unwrap();
+    assert!(once(&children(&dir, 1)[0], Origin::Compiled));
+    std::fs::remove_file(&dir).unwrap();
+}
