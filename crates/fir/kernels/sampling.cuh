@@ -253,31 +253,26 @@ __global__ void __launch_bounds__(kThreads, kResident ? kBlocks : 2) renorm(cons
 
   const u32 k = kKeep == Keep::kTopK ? p.top_k.get(r) : 0;
   float max;
-  const double own = row.sum_and_max(max);
+  double mass = row.sum_and_max(max);
   const bool by_k = kKeep == Keep::kTopK && k < p.n;
-  const i32 bound = by_k && k <= kThreads ? reached_by(k, max) : kLeastKey;
-  const Record all = ex.all(own, order(max), 0, bound);
-  const bool valid = all.sum > 0.0 && all.sum < double(infinity());
-  float cutoff = kPositive;
-  double total = all.sum;
-  if (valid) {
-    max = unorder(all.key);
+  const Record all = ex.all(mass, order(max), 0, by_k && k <= kThreads ? reached_by(k, max) : kLeastKey);
+  max = unorder(all.key);
+  mass = all.sum;
+  float cutoff = kPositive, inverse = not_a_number();
+  if (mass > 0.0 && mass < double(infinity())) {
+    const bool enlarged = enlarge(row, max, mass);
     if constexpr (kKeep == Keep::kTopK) {
-      if (by_k) cutoff = fmaxf(kPositive, kth_cutoff(row, ex, search, k, max, all.key2));
-    } else if (p.top_p.get(r) < 1.f) {
-      enlarge(row, max, total);
-      const double target = double(p.top_p.get(r)) * total;
-      if (target < total) cutoff = mass_cutoff(row, ex, search, target, max, kPositive);
+      if (by_k) cutoff = fmaxf(kPositive, kth_cutoff(row, ex, search, k, max, enlarged ? kLeastKey : all.key2));
+    } else {
+      const double target = double(p.top_p.get(r)) * mass;
+      if (target < mass) cutoff = mass_cutoff(row, ex, search, target, max, kPositive);
     }
-    if (cutoff > kPositive) total = ex.all(row.sum(cutoff)).sum;
+    if (cutoff > kPositive) mass = ex.all(row.sum(cutoff)).sum;
+    inverse = float(1.0 / mass);
+  } else {
+    cutoff = -infinity(); // all become NaN
   }
-  const float inverse = float(1.0 / total);
-  const bool tiny = !(inverse < infinity()); // the inverse of a mass below 2^-126 is no f32
-  write_row(row, out, [=](float x) {
-    if (!valid) return not_a_number();
-    if (x < cutoff) return 0.f;
-    return tiny ? float(double(x) / total) : x * inverse;
-  });
+  write_row(row, out, [=](float x) { return x < cutoff ? 0.f : x * inverse; });
   cluster_sync(); // others may still read this block's bins
 }
 
