@@ -30,7 +30,12 @@ enum Command {
 }
 
 fn main() -> anyhow::Result<ExitCode> {
-    let done = match Cli::parse().command {
+    let command = Cli::parse().command;
+    // A first use of a GPU is not silent; `fir jit` reports on its own.
+    if !matches!(command, Command::Jit(_)) {
+        fir::jit::on_compile(|kernel, arch| eprintln!("compiling {kernel} for {arch}, once"));
+    }
+    let done = match command {
         Command::Demo(options) => cmd::demo::run(&options, style(), &mut stdout().lock()),
         Command::Jit(options) => cmd::jit::run(&options, &mut stdout()),
         Command::Tune(options) => cmd::tune::run(&options, &mut stdout().lock()),

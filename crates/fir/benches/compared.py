@@ -13,7 +13,7 @@ sys.setdlopenflags(os.RTLD_LAZY)
 import torch
 import torch.nn.functional as F
 
-DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
 
 
 def block(seed):
@@ -64,6 +64,51 @@ def gemm(size, dtype):
     return lambda: F.linear(x, w), lambda out: out[-1]
 
 
+def block_gemm(size, dtype):
+    """Torch has no such formats: the product in bf16, with weights of its own."""
+    n, k, m = (size[name][0] for name in "nkm")
+    x, w = filled(1, torch.bfloat16, (m, k)), filled(2, torch.bfloat16, (n, k))
+    return lambda: F.linear(x, w), lambda out: torch.empty(0)
+
+
+def scaled_gemm(size, dtype):
+    """The product in bf16, weights dequantized before."""
+    n, k, m = (size[name][0] for name in "nkm")
+    x, w = filled(1, torch.bfloat16, (m, k)), filled(2, dtype, (n, k)).to(torch.float32)
+    scales = filled(4, torch.float32, (-(-n // 128), -(-k // 128)))
+    scales = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[:n, :k]
+    w = (w * scales).to(torch.bfloat16)
+    return lambda: F.linear(x, w), lambda out: out[-1]
+
+
+def grouped_gemm(size, dtype):
+    """Groups of equal size: a batched product."""
+    g, n, k, m = (size[name][0] for name in "gnkm")
+    x, w = filled(1, dtype, (g, m, k)), filled(2, dtype, (g, n, k)).transpose(1, 2)
+    return lambda: torch.bmm(x, w), lambda out: out[-1, -1]
+
+
+def moe_ffn(size, dtype):
+    """Expert by expert, as models are written."""
+    (experts, top_k), hidden, inter, tokens = size["e"], size["h"][0], size["i"][0], size["t"][0]
+    x, weights = filled(1, dtype, (tokens, hidden)), filled(4, torch.float32, (tokens, top_k)).to(dtype)
+    up, down = filled(2, dtype, (experts, 2 * inter, hidden)), filled(3, dtype, (experts, hidden, inter))
+    ids = (torch.arange(tokens * top_k) % experts).view(tokens, top_k)
+
+    def run():
+        out = torch.zeros_like(x)
+        for expert in range(experts):
+            rows, slots = torch.where(ids == expert)
+            if len(rows) == 0:
+                continue
+            gate, value = F.linear(x[rows], up[expert]).chunk(2, -1)
+            y = F.linear(F.silu(gate) * value, down[expert])
+            out.index_add_(0, rows, y * weights[rows, slots, None])
+        return out
+
+    return run, lambda out: out[-1]
+
+
 def rms_norm(size, dtype):
     shape = (size["t"][0], size["h"][0])
     x, weight = filled(1, dtype, shape), filled(2, dtype, shape[1:])
@@ -87,7 +132,10 @@ def top_p(size, dtype):
 
 
 # What torch has none of is left out: `mla`.
-KINDS = {f.__name__: f for f in (prefill, decode, gemm, rms_norm, softmax, top_p)}
+KINDS = {
+    f.__name__: f
+    for f in (prefill, decode, gemm, block_gemm, scaled_gemm, grouped_gemm, moe_ffn, rms_norm, softmax, top_p)
+}
 
 
 def prepared(id):
@@ -95,7 +143,7 @@ def prepared(id):
     if kind not in KINDS:
         return None
     pieces = (re.fullmatch(r"([a-z]+)([0-9x]+)", piece).groups() for piece in sizes.split("-"))
-    return KINDS[kind]({name: [int(n) for n in numbers.split("x")] for name, numbers in pieces}, DTYPES[dtype])
+    return KINDS[kind]({name: [int(n) for n in numbers.split("x")] for name, numbers in pieces}, DTYPES.get(dtype))
 
 
 def fastest(seconds, run):

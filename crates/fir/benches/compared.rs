@@ -17,12 +17,15 @@ use std::io::BufRead;
 use std::time::{Duration, Instant};
 
 use fir::attention::{BatchArgs, BatchPlan, MlaArgs, MlaPlan, MlaProblem, Problem, Scratch, Split};
+use fir::gemm::{BlockFormat, BlockWeights, GroupedArgs};
 use fir::kv::{Kv, KvLayout, PageTable, PagedKv, PagedMla, Ragged};
+use fir::moe::{self, FfnArgs, Gate};
 use fir::sampling::{self, Draw, Filters, RngState};
+use fir::tensor::{Block, Scaled};
 use fir::variant::{self, Params};
-use fir::{DType, Exec, Tensor, gemm, norm};
-use support::Work;
+use fir::{DType, Exec, Tensor, TensorRef, gemm, norm};
 use support::ceilings::Ceilings;
+use support::{Work, blocks};
 
 /// An operator with its inputs.
 trait Case {
@@ -33,11 +36,15 @@ trait Case {
 }
 
 /// One of every kind, for the check.
-const SMALL: [&str; 7] = [
+const SMALL: [&str; 11] = [
     "prefill/bf16/h4x2-d128-t130",
     "decode/f32/h4x2-d128-b2-kv100",
     "mla/bf16/h4-c512-r64-b2-kv70",
     "gemm/f16/n160-k256-m3",
+    "block_gemm/Q4_K/n160-k256-m3",
+    "scaled_gemm/e4m3/n160-k256-m3",
+    "grouped_gemm/bf16/g3-n160-k256-m2",
+    "moe_ffn/bf16/e4x2-h128-i96-t3",
     "rms_norm/bf16/h300-t3",
     "softmax/f32/v3000-b2",
     "top_p/f32/v3000-b2",
@@ -119,27 +126,30 @@ fn fastest(time: Duration, mut run: impl FnMut()) -> f64 {
     least
 }
 
-/// `KIND/DTYPE/SIZES`, sizes as in `h32x8-d128`: letters, then a number or two.
+/// `KIND/TYPE/SIZES`, type a tensor's or a weight format, sizes as in `h32x8-d128`: letters, then a number or two.
 struct Id<'a> {
     kind: &'a str,
-    dtype: DType,
+    of: &'a str,
     sizes: Vec<(&'a str, Vec<usize>)>,
 }
 
 impl<'a> Id<'a> {
     fn parse(id: &'a str) -> Self {
-        let [kind, dtype, sizes] = id.split('/').collect::<Vec<_>>()[..] else { panic!("{id}: not KIND/DTYPE/SIZES") };
-        let dtype = match dtype {
-            "f32" => DType::F32,
-            "f16" => DType::F16,
-            "bf16" => DType::BF16,
-            other => panic!("{id}: no type {other}"),
-        };
+        let [kind, of, sizes] = id.split('/').collect::<Vec<_>>()[..] else { panic!("{id}: not KIND/TYPE/SIZES") };
         let sizes = sizes.split('-').map(|size| {
             let (name, numbers) = size.split_at(size.find(|c: char| c.is_ascii_digit()).unwrap_or(size.len()));
             (name, numbers.split('x').map(|n| n.parse().expect("a size")).collect())
         });
-        Self { kind, dtype, sizes: sizes.collect() }
+        Self { kind, of, sizes: sizes.collect() }
+    }
+
+    fn dtype(&self) -> DType {
+        match self.of {
+            "f32" => DType::F32,
+            "f16" => DType::F16,
+            "bf16" => DType::BF16,
+            other => panic!("{}: no type {other}", self.kind),
+        }
     }
 
     fn all(&self, name: &str) -> &[usize] {
@@ -152,13 +162,17 @@ impl<'a> Id<'a> {
     }
 }
 
-/// Kinds of cases. Another one, a weight format's product say, is a line here and in `compared.py`, and rows in xtask.
+/// Kinds of cases. Another one is a line here and in `compared.py`, and rows in xtask.
 fn case_of(exec: &Exec, id: &Id<'_>) -> fir::Result<Box<dyn Case>> {
     Ok(match id.kind {
         "prefill" => Box::new(Attention::new(exec, id, 1, id.size("t"), id.size("t"))?),
         "decode" => Box::new(Attention::new(exec, id, id.size("b"), 1, id.size("kv"))?),
         "mla" => Box::new(Mla::new(exec, id)?),
         "gemm" => Box::new(Gemm::new(exec, id)),
+        "block_gemm" => Box::new(BlockGemm::new(exec, id)?),
+        "scaled_gemm" => Box::new(ScaledGemm::new(exec, id)),
+        "grouped_gemm" => Box::new(GroupedGemm::new(exec, id)?),
+        "moe_ffn" => Box::new(MoeFfn::new(exec, id)),
         "rms_norm" => Box::new(RmsNorm::new(exec, id)),
         "softmax" => Box::new(Softmax::new(exec, id)),
         "top_p" => Box::new(TopP::new(exec, id)),
@@ -188,6 +202,7 @@ fn filled(seed: u32, dtype: DType, shape: &[usize], of: impl Fn(f32) -> f32) -> 
     match dtype {
         DType::F32 => fill!(f32),
         DType::F16 => fill!(fir::tensor::f16),
+        DType::E4M3 => fill!(fir::tensor::E4m3),
         _ => fill!(fir::tensor::bf16),
     }
     all
@@ -228,7 +243,7 @@ const PAGE: usize = 16;
 
 impl Attention {
     fn new(exec: &Exec, id: &Id<'_>, batch: usize, q_len: usize, kv_len: usize) -> fir::Result<Self> {
-        let (heads, kv_heads, dim, dtype) = (id.all("h")[0], id.all("h")[1], id.size("d"), id.dtype);
+        let (heads, kv_heads, dim, dtype) = (id.all("h")[0], id.all("h")[1], id.size("d"), id.dtype());
         let causal = q_len > 1;
         let variant = if causal { variant::causal() } else { variant::standard() };
         let problem = Problem::new(heads, kv_heads, dim, dtype, variant);
@@ -301,7 +316,7 @@ struct Mla {
 
 impl Mla {
     fn new(exec: &Exec, id: &Id<'_>) -> fir::Result<Self> {
-        let (heads, c, r, dtype) = (id.size("h"), id.size("c"), id.size("r"), id.dtype);
+        let (heads, c, r, dtype) = (id.size("h"), id.size("c"), id.size("r"), id.dtype());
         let (batch, kv_len) = (id.size("b"), id.size("kv"));
         let problem = MlaProblem {
             heads,
@@ -363,7 +378,7 @@ struct Gemm {
 
 impl Gemm {
     fn new(exec: &Exec, id: &Id<'_>) -> Self {
-        let (n, k, m, dtype) = (id.size("n"), id.size("k"), id.size("m"), id.dtype);
+        let (n, k, m, dtype) = (id.size("n"), id.size("k"), id.size("m"), id.dtype());
         Self {
             exec: exec.clone(),
             x: uniform(1, dtype, &[m, k]),
@@ -386,6 +401,171 @@ impl Case for Gemm {
     }
 }
 
+/// `x · wᵀ`, `x` of bf16 and `w` in a block format: random bits, so the other side has weights of its own.
+struct BlockGemm {
+    exec: Exec,
+    x: Tensor,
+    w: BlockWeights,
+    out: Tensor,
+    work: Work,
+}
+
+impl BlockGemm {
+    fn new(exec: &Exec, id: &Id<'_>) -> fir::Result<Self> {
+        let (n, k, m, format) = (id.size("n"), id.size("k"), id.size("m"), id.of.parse::<BlockFormat>()?);
+        let w = BlockWeights::pack(exec, format, &blocks(format, n, k), n, k)?;
+        Ok(Self {
+            exec: exec.clone(),
+            x: uniform(1, DType::BF16, &[m, k]),
+            out: uniform(3, DType::BF16, &[m, n]),
+            work: Work { bytes: w.bytes() + 2 * m * (k + n), flops: 2 * m * n * k },
+            w,
+        })
+    }
+}
+
+impl Case for BlockGemm {
+    fn work(&self) -> Work {
+        self.work
+    }
+    fn run(&mut self) -> fir::Result<()> {
+        gemm::block_gemm(&self.exec, self.x.view(), &self.w, self.out.view_mut())
+    }
+    fn result(&self) -> Vec<f32> {
+        Vec::new()
+    }
+}
+
+/// `x · wᵀ`, `x` of bf16 and `w` of e4m3 with a scale per 128 × 128.
+struct ScaledGemm {
+    exec: Exec,
+    x: Tensor,
+    w: Tensor,
+    scales: Tensor,
+    out: Tensor,
+    work: Work,
+}
+
+impl ScaledGemm {
+    fn new(exec: &Exec, id: &Id<'_>) -> Self {
+        let (n, k, m) = (id.size("n"), id.size("k"), id.size("m"));
+        assert_eq!(id.of, "e4m3");
+        Self {
+            exec: exec.clone(),
+            x: uniform(1, DType::BF16, &[m, k]),
+            w: uniform(2, DType::E4M3, &[n, k]),
+            scales: uniform(4, DType::F32, &Block::TILE.counts(n, k)),
+            out: uniform(3, DType::BF16, &[m, n]),
+            work: Work { bytes: n * k + 2 * m * (k + n), flops: 2 * m * n * k },
+        }
+    }
+}
+
+impl Case for ScaledGemm {
+    fn work(&self) -> Work {
+        self.work
+    }
+    fn run(&mut self) -> fir::Result<()> {
+        let w = Scaled::new(self.w.view(), self.scales.view(), Block::TILE);
+        gemm::scaled_gemm(&self.exec, self.x.view().into(), w, self.out.view_mut())
+    }
+    fn result(&self) -> Vec<f32> {
+        last(&self.out)
+    }
+}
+
+/// Groups of `m` rows, each by weights of its own.
+struct GroupedGemm {
+    exec: Exec,
+    x: Tensor,
+    indptr: Ragged,
+    w: Tensor,
+    out: Tensor,
+    work: Work,
+}
+
+impl GroupedGemm {
+    fn new(exec: &Exec, id: &Id<'_>) -> fir::Result<Self> {
+        let (groups, n, k, m, dtype) = (id.size("g"), id.size("n"), id.size("k"), id.size("m"), id.dtype());
+        Ok(Self {
+            exec: exec.clone(),
+            x: uniform(1, dtype, &[groups * m, k]),
+            indptr: Ragged::from_lens(&vec![m as u32; groups])?,
+            w: uniform(2, dtype, &[groups, n, k]),
+            out: uniform(3, dtype, &[groups * m, n]),
+            work: Work { bytes: groups * (m * k + n * k + m * n) * dtype.size(), flops: 2 * groups * m * n * k },
+        })
+    }
+}
+
+impl Case for GroupedGemm {
+    fn work(&self) -> Work {
+        self.work
+    }
+    fn run(&mut self) -> fir::Result<()> {
+        let (x, w, out) = (self.x.view().into(), self.w.view().into(), self.out.view_mut());
+        gemm::grouped_gemm(&self.exec, GroupedArgs { x, indptr: &self.indptr, w, weight_indices: None, out })
+    }
+    fn result(&self) -> Vec<f32> {
+        last(&self.out)
+    }
+}
+
+/// A mixture of `e` experts, so many to a token, who follow one another from token to token.
+struct MoeFfn {
+    exec: Exec,
+    x: Tensor,
+    ids: Vec<i32>,
+    weights: Tensor,
+    up: Tensor,
+    down: Tensor,
+    out: Tensor,
+    work: Work,
+}
+
+impl MoeFfn {
+    fn new(exec: &Exec, id: &Id<'_>) -> Self {
+        let (experts, top_k, hidden, inter) = (id.all("e")[0], id.all("e")[1], id.size("h"), id.size("i"));
+        let (tokens, dtype) = (id.size("t"), id.dtype());
+        let used = (tokens * top_k).min(experts);
+        Self {
+            exec: exec.clone(),
+            x: uniform(1, dtype, &[tokens, hidden]),
+            ids: (0..tokens * top_k).map(|i| (i % experts) as i32).collect(),
+            weights: uniform(4, DType::F32, &[tokens, top_k]),
+            up: uniform(2, dtype, &[experts, 2 * inter, hidden]),
+            down: uniform(3, dtype, &[experts, hidden, inter]),
+            out: uniform(5, dtype, &[tokens, hidden]),
+            work: Work {
+                bytes: (used * 3 * inter * hidden + 2 * tokens * hidden) * dtype.size(),
+                flops: 6 * tokens * top_k * inter * hidden,
+            },
+        }
+    }
+}
+
+impl Case for MoeFfn {
+    fn work(&self) -> Work {
+        self.work
+    }
+    fn run(&mut self) -> fir::Result<()> {
+        let ids = TensorRef::new(&self.ids, self.weights.view().shape())?;
+        let args = FfnArgs {
+            x: self.x.view(),
+            ids,
+            weights: self.weights.view(),
+            w_gate_up: self.up.view().into(),
+            w_down: self.down.view().into(),
+            gate: Gate::Silu,
+            out: self.out.view_mut(),
+        };
+        moe::moe_ffn(&self.exec, args)
+    }
+    fn result(&self) -> Vec<f32> {
+        last(&self.out)
+    }
+}
+
 struct RmsNorm {
     exec: Exec,
     x: Tensor,
@@ -395,7 +575,7 @@ struct RmsNorm {
 
 impl RmsNorm {
     fn new(exec: &Exec, id: &Id<'_>) -> Self {
-        let (shape, dtype) = ([id.size("t"), id.size("h")], id.dtype);
+        let (shape, dtype) = ([id.size("t"), id.size("h")], id.dtype());
         let (x, weight, out) = (uniform(1, dtype, &shape), uniform(2, dtype, &shape[1..]), uniform(3, dtype, &shape));
         Self { exec: exec.clone(), x, weight, out }
     }

@@ -5,28 +5,8 @@ mod support;
 
 use fir::gemm::{self, BlockFormat, BlockWeights};
 use fir::reference::gemm as reference;
-use fir::testing::Rng;
 use fir::{DType, Exec};
-use support::{Suite, Work, matches, random};
-
-/// Random blocks, of which every 64 are alike; all f16 numbers are about 0.01.
-fn blocks(format: BlockFormat, n: usize, k: usize) -> Vec<u8> {
-    let halves: &[usize] = match format.name() {
-        "Q4_1" | "Q5_1" | "Q4_K" | "Q5_K" => &[0, 2],
-        "Q2_K" => &[80, 82],
-        "Q3_K" => &[108],
-        "Q6_K" => &[208],
-        _ => &[0],
-    };
-    let mut rng = Rng::new(4);
-    let mut some: Vec<u8> = (0..64 * format.bytes()).map(|_| rng.bits() as u8).collect();
-    for block in some.chunks_exact_mut(format.bytes()) {
-        for &at in halves {
-            block[at..at + 2].copy_from_slice(&half::f16::from_f32(0.01 * rng.normal()).to_le_bytes());
-        }
-    }
-    some.iter().copied().cycle().take(n * k / format.elements() * format.bytes()).collect()
-}
+use support::{Suite, Work, blocks, matches, random};
 
 fn main() {
     let mut suite = Suite::new();

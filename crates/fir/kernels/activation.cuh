@@ -37,18 +37,21 @@ struct Gelu {
 };
 // (1 + tanh u) / 2 = sigmoid(2u), which does not cancel for negative u. 1.5957692 = 2 sqrt(2 / pi).
 struct GeluTanh {
-  static __device__ __forceinline__ float apply(float x) { return x * sigmoid(x * fmaf(x * x, 0.044715f * 1.5957692f, 1.5957692f)); }
+  static __device__ __forceinline__ float apply(float x) {
+    return x * sigmoid(x * fmaf(x * x, 0.044715f * 1.5957692f, 1.5957692f));
+  }
 };
 
 // kVecs: chunks of each half that a thread has under way at once. kVector: both halves and out are aligned for vectors.
 template <class T, class Act, int kVecs, bool kVector>
 __global__ void __launch_bounds__(256) act_and_mul(const __grid_constant__ ActivationParams p) {
   constexpr int kL = kLanes<T>;
-  const u32 part = blockIdx.x % p.parts, per_block = blockDim.x / p.width;
+  const u32 log_width = 31 - __clz(p.width), per_block = blockDim.x >> log_width;
+  const u32 part = blockIdx.x % p.parts;
   const u32 lane = threadIdx.x & (p.width - 1), step = p.width * kL;
   wait_for_previous();
   for (u64 first = u64(blockIdx.x / p.parts) * per_block; first < p.rows; first += u64(gridDim.x / p.parts) * per_block) {
-    const u64 r = first + threadIdx.x / p.width;
+    const u64 r = first + (threadIdx.x >> log_width);
     if (r >= p.rows) break;
     const T* gate = static_cast<const T*>(p.x) + row_offset(u32(r), p.rows, p.inner, p.x_outer, p.x_stride);
     const T* up = gate + p.d;

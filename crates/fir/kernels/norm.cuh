@@ -45,7 +45,8 @@ struct NormParams {
 
 enum : u32 { kWeightF32 = 0, kWeightF16 = 1, kWeightBF16 = 2 };
 
-template <class T> constexpr u32 kWeightType = is_same<T, float>::value ? kWeightF32 : is_same<T, f16>::value ? kWeightF16 : kWeightBF16;
+template <class T>
+constexpr u32 kWeightType = is_same<T, float>::value ? kWeightF32 : is_same<T, f16>::value ? kWeightF16 : kWeightBF16;
 
 // A chunk's columns from `at` on, zeros past `len`. kVector: contiguous, on 16 bytes, of type T or f32.
 template <class T, bool kVector>
@@ -116,7 +117,8 @@ struct NormRow {
   }
 
   // `weight`: the columns' factors, if they were `loaded` already.
-  __device__ __forceinline__ void write(const Chunk& cx, const Chunk& cr, bool loaded, const Chunk& weight, u32 at, float mean, float scale) const {
+  __device__ __forceinline__ void write(const Chunk& cx, const Chunk& cr, bool loaded, const Chunk& weight, u32 at,
+                                        float mean, float scale) const {
     float s[kL], w[kL];
     widen_sum(cx, cr, s);
     if constexpr (kAdd) store_elements<kVector>(residual, at, p.hidden, s);
@@ -160,19 +162,21 @@ constexpr int kMinBlocks = kVecs == 0 || kVecs == 4 ? 2 : (kCenter || kAdd ? 4 :
 // kVecs: chunks of a row that a thread keeps; with 4, rows may be longer. 0: no tensor need be aligned, and nothing is kept;
 // the same threads add the same numbers in the same order.
 template <class T, class O, bool kCenter, bool kAdd, int kVecs>
-__global__ void __launch_bounds__(kVecs == 0 || kVecs == 4 ? 512 : 256, kMinBlocks<kVecs, kCenter, kAdd>) norm(const __grid_constant__ NormParams p) {
+__global__ void __launch_bounds__(kVecs == 0 || kVecs == 4 ? 512 : 256, kMinBlocks<kVecs, kCenter, kAdd>)
+    norm(const __grid_constant__ NormParams p) {
   __shared__ float scratch[32];
   constexpr int kL = kLanes<T>, kKept = kVecs > 0 ? kVecs : 1;
   constexpr bool kLong = kVecs == 0 || kVecs == 4;
   using Row = NormRow<T, O, kCenter, kAdd, (kVecs > 0)>;
-  const u32 lane = threadIdx.x & (p.width - 1), step = p.width * kL, per_block = blockDim.x / p.width;
+  const u32 log_width = 31 - __clz(p.width), per_block = blockDim.x >> log_width;
+  const u32 lane = threadIdx.x & (p.width - 1), step = p.width * kL;
   const u32 begin = lane * kL, rest = begin + kVecs * step;
   // Weights are on their way while the sum is taken, where there are registers for it.
   const bool early_weight = (kVecs == 1 || kVecs == 2) && p.weight_type == kWeightType<T>;
   wait_for_previous();
   for (u64 first = u64(blockIdx.x) * per_block; first < p.rows; first += u64(gridDim.x) * per_block) {
     // Threads past the last row go along with it, for the sums over warps, and write nothing.
-    const u64 r = first + threadIdx.x / p.width;
+    const u64 r = first + (threadIdx.x >> log_width);
     const bool active = r < p.rows;
     const Row row(p, active ? u32(r) : p.rows - 1);
     Chunk cx[kKept] = {}, cr[kKept] = {}, cw[kKept] = {};
@@ -195,7 +199,9 @@ __global__ void __launch_bounds__(kVecs == 0 || kVecs == 4 ? 512 : 256, kMinBloc
 #pragma unroll
       for (int v = 0; v < kVecs; ++v) sum += row.template moment<false>(cx[v], cr[v], begin + v * step, 0.f);
       if constexpr (kLong) {
-        for (u32 at = rest; at < p.hidden; at += step) sum += row.template moment<false>(row.load_x(at), row.load_residual(at), at, 0.f);
+        for (u32 at = rest; at < p.hidden; at += step) {
+          sum += row.template moment<false>(row.load_x(at), row.load_residual(at), at, 0.f);
+        }
       }
       mean = row_sum(sum, p.width, scratch) * p.inverse_hidden;
       sum = 0.f;
@@ -204,7 +210,9 @@ __global__ void __launch_bounds__(kVecs == 0 || kVecs == 4 ? 512 : 256, kMinBloc
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) sum += row.template moment<true>(cx[v], cr[v], begin + v * step, mean);
     if constexpr (kLong) {
-      for (u32 at = rest; at < p.hidden; at += step) sum += row.template moment<true>(row.load_x(at), row.load_residual(at), at, mean);
+      for (u32 at = rest; at < p.hidden; at += step) {
+        sum += row.template moment<true>(row.load_x(at), row.load_residual(at), at, mean);
+      }
     }
     repack_all(cx, cr);
     const float scale = rsqrt(fmaf(row_sum(sum, p.width, scratch), p.inverse_hidden, p.eps));
@@ -215,7 +223,9 @@ __global__ void __launch_bounds__(kVecs == 0 || kVecs == 4 ? 512 : 256, kMinBloc
       if (at < p.hidden) row.write(cx[v], cr[v], early_weight, cw[v], at, mean, scale);
     }
     if constexpr (kLong) {
-      for (u32 at = rest; at < p.hidden; at += step) row.write(row.load_x(at), row.load_residual(at), false, Chunk{}, at, mean, scale);
+      for (u32 at = rest; at < p.hidden; at += step) {
+        row.write(row.load_x(at), row.load_residual(at), false, Chunk{}, at, mean, scale);
+      }
     }
   }
 }

@@ -23,6 +23,7 @@ enum Target {
     Read(f64),
     Copy(f64),
     AmxBf16(f64),
+    AmxInt8(f64),
     /// Times as fast as torch; the share shown is of reading.
     Torch(f64),
     /// As many, of multiply-adds.
@@ -37,13 +38,14 @@ impl Target {
             Self::Copy(_) => ("copy", "bytes"),
             Self::TorchAndFma(_) => ("fma", "flops"),
             Self::AmxBf16(_) => ("amx_bf16", "flops"),
+            Self::AmxInt8(_) => ("amx_int8", "flops"),
         }
     }
 
     /// In words, and whether these ratios reach it; `None` when it cannot be told.
     fn verdict(self, share: Option<f64>, times: Option<f64>) -> (String, Option<bool>) {
         match self {
-            Self::Read(want) | Self::Copy(want) | Self::AmxBf16(want) => (
+            Self::Read(want) | Self::Copy(want) | Self::AmxBf16(want) | Self::AmxInt8(want) => (
                 format!("{:.0} % of {}", 100.0 * want, self.ceiling().0.replace('_', " ")),
                 share.map(|share| share >= want),
             ),
@@ -84,6 +86,18 @@ fn cases() -> Vec<(String, Target, bool)> {
             all.push((format!("gemm/{dtype}/n4096-k4096-m{m}"), target, m == 1 || (m == 512 && dtype != "f16")));
         }
     }
+    let formats = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"];
+    for format in formats {
+        // Larger than a share of the last-level cache.
+        all.push((format!("block_gemm/{format}/n14336-k4096-m1"), Target::Read(0.85), format == "Q4_K"));
+    }
+    for format in ["Q4_0", "Q8_0", "Q4_K", "Q6_K"] {
+        all.push((format!("block_gemm/{format}/n4096-k4096-m512"), Target::AmxInt8(0.4), format == "Q4_K"));
+    }
+    all.push(("scaled_gemm/e4m3/n14336-k4096-m1".into(), Target::Read(0.85), true));
+    all.push(("scaled_gemm/e4m3/n4096-k4096-m512".into(), Target::TorchAndFma(1.0), false));
+    all.push(("grouped_gemm/bf16/g16-n2048-k2048-m16".into(), Target::Read(0.85), false));
+    all.push(("moe_ffn/bf16/e16x4-h2048-i1024-t16".into(), Target::Read(0.85), false));
     for dtype in ["bf16", "f32"] {
         all.push((format!("rms_norm/{dtype}/h4096-t16384"), Target::Copy(0.8), dtype == "bf16"));
     }
@@ -148,7 +162,8 @@ Times are of the fastest call, `rate` and `ceiling` the best of the case. `fir i
 time over\nours, sample by sample, and of a sample's rate over the ceiling named in the target, measured right before and \
 after it.\nRates are over the bytes or operations that a case must do at the least. Caches are paged for fir (16 \
 tokens, 64 for\nmla) and contiguous for torch, whose attention is `scaled_dot_product_attention`; its top-p is sort, sum \
-and draw.\n";
+and draw.\nBeside products with fp8 or block formats torch's is the one in bf16, and its mixture of experts is a loop over \
+them.\n";
 
 fn table(rows: &[Row]) -> String {
     let mut out = String::from(

@@ -29,6 +29,7 @@ pub(crate) mod ceilings;
 use std::time::{Duration, Instant};
 
 use fir::exec::Level;
+use fir::gemm::BlockFormat;
 use fir::reference::Precision;
 use fir::testing::{Compare, Rng, compare};
 use fir::{DType, Exec, Tensor, TensorRef};
@@ -216,4 +217,23 @@ fn time(calls: u32, mut run: impl FnMut()) -> Duration {
 fn micros(seconds: f64) -> String {
     let us = seconds * 1e6;
     format!("{us:.*}", (3 - us.max(1.0).log10() as i32).max(0) as usize)
+}
+
+/// Random blocks, of which every 64 are alike; all f16 numbers are about 0.01.
+pub(crate) fn blocks(format: BlockFormat, n: usize, k: usize) -> Vec<u8> {
+    let halves: &[usize] = match format.name() {
+        "Q4_1" | "Q5_1" | "Q4_K" | "Q5_K" => &[0, 2],
+        "Q2_K" => &[80, 82],
+        "Q3_K" => &[108],
+        "Q6_K" => &[208],
+        _ => &[0],
+    };
+    let mut rng = Rng::new(4);
+    let mut some: Vec<u8> = (0..64 * format.bytes()).map(|_| rng.bits() as u8).collect();
+    for block in some.chunks_exact_mut(format.bytes()) {
+        for &at in halves {
+            block[at..at + 2].copy_from_slice(&half::f16::from_f32(0.01 * rng.normal()).to_le_bytes());
+        }
+    }
+    some.iter().copied().cycle().take(n * k / format.elements() * format.bytes()).collect()
 }

@@ -4,7 +4,7 @@
 //! inside a function compiled for the level's instructions. For that to work everything on the way down is
 //! `#[inline(always)]`, and hot loops hold no closure: what is not inlined is compiled for the baseline CPU.
 
-use crate::tensor::{E2m1x2, E4m3, E5m2, Float, bf16, f16};
+use crate::tensor::{E2m1x2, E4m3, E5m2, Element, Float, bf16, f16};
 
 /// A kernel to be run at some level.
 pub(crate) trait Kernel {
@@ -90,12 +90,53 @@ pub(crate) trait Vector: Copy + Send + Sync + 'static {
     fn sums16(self, a: [[Self::F; 4]; 4]) -> [[f32; 4]; 4] {
         [self.sums4(a[0]), self.sums4(a[1]), self.sums4(a[2]), self.sums4(a[3])]
     }
+    /// Lane `j` of result `i` is lane `i` of vector `j`, of the first `LANES`.
+    #[inline(always)]
+    fn transpose(self, a: [Self::F; 16]) -> [Self::F; 16] {
+        let (mut rows, mut turned, mut out) = ([[0f32; 16]; 16], [[0f32; 16]; 16], a);
+        for (row, a) in rows.iter_mut().zip(a) {
+            self.store(a, row);
+        }
+        for (i, turned) in turned.iter_mut().enumerate() {
+            for (x, row) in turned.iter_mut().zip(&rows) {
+                *x = row[i];
+            }
+        }
+        for (out, turned) in out.iter_mut().zip(&turned) {
+            *out = self.load(turned);
+        }
+        out
+    }
     /// Largest lane; unspecified when a lane is NaN.
     fn max_lane(self, a: Self::F) -> f32;
+    /// Copies past the caches, in no order with other memory before [`Self::fence`]: only [`PastCache`] calls it.
+    fn stream<T: Element>(self, from: &[T], to: &mut [T]) {
+        to.copy_from_slice(from);
+    }
+    /// Orders what was streamed before all that follows.
+    fn fence(self) {}
     /// Asks for the cache lines of `x`; touches no memory.
     fn prefetch<T>(self, x: &[T]);
     /// Asks for the cache line of `x[at]`, into the second-level cache; there need be no such element.
     fn prefetch_far<T>(self, x: &[T], at: usize);
+}
+
+/// Copies past the caches, for what is larger than they are: lines are not read before they are overwritten.
+pub(crate) struct PastCache<V: Vector>(pub(crate) V);
+
+impl<V: Vector> PastCache<V> {
+    /// Rows of equal length.
+    #[inline(always)]
+    pub(crate) fn copy<T: Element>(&self, from: &[T], to: &mut [T]) {
+        self.0.stream(from, to);
+    }
+}
+
+impl<V: Vector> Drop for PastCache<V> {
+    #[inline(always)]
+    fn drop(&mut self) {
+        self.0.fence();
+    }
 }
 
 /// An element that vectors load and store.

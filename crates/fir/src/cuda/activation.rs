@@ -5,7 +5,7 @@ use super::driver::Grid;
 use super::exec::Gpu;
 use super::jit::Source;
 use super::norm::{check_float, cpp};
-use super::params::{Address, Twin, params};
+use super::params::{Address, params};
 use super::rows::{Rows, common_inner};
 use crate::error::Result;
 use crate::tensor::{DType, TensorMut, TensorRef};
@@ -42,7 +42,7 @@ const CHUNKS: u32 = 2;
 
 fn source(x: DType, act: Activation, chunks: u32, vector: bool) -> Source {
     let name = format!("fir::act_and_mul<{}, fir::{act:?}, {chunks}, {vector}>", cpp(x));
-    Source { file: "activation.cuh", name, params: Twin::of::<ActivationParams>() }
+    Source::new::<ActivationParams>("activation.cuh", name)
 }
 
 /// Every instantiation that [`act_and_mul`] may choose.
@@ -78,7 +78,9 @@ pub(crate) fn act_and_mul<'a>(
     let vector = [(&x_rows, x, 0), (&x_rows, x, d), (&out_rows, out, 0)]
         .iter()
         .all(|(rows, start, at)| rows.is_vector(*start, *at, d, chunk));
-    let chunks = if vector && row_chunks > BLOCK as usize { CHUNKS } else { 1 };
+    // Two chunks per thread once there are blocks for every multiprocessor without them.
+    let blocks = rows.saturating_mul(row_chunks / (BLOCK * CHUNKS) as usize);
+    let chunks = if vector && blocks >= 2 * gpu.properties().multiprocessors as usize { CHUNKS } else { 1 };
     let parts = row_chunks.div_ceil((width * chunks) as usize);
     let (even, inner) = common_inner(&[&x_rows, &out_rows]);
     let ([x_outer, x_stride], [out_outer, out_stride]) = (x_rows.strides(even), out_rows.strides(even));

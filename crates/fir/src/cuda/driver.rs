@@ -102,7 +102,7 @@ struct Config {
 
 /// `CUlaunchAttribute`: its number, padding, and 64 bytes of value.
 #[derive(Clone, Copy)]
-#[repr(C)]
+#[repr(C, align(8))]
 struct Attribute {
     id: u32,
     padding: u32,
@@ -157,9 +157,12 @@ impl Api {
         let mut name = ptr::null();
         // SAFETY: the driver writes a pointer to one of its constants, or null for a code it does not know.
         let known = unsafe { (self.cuGetErrorName)(code, &mut name) } == 0 && !name.is_null();
-        // SAFETY: `name` is one of the driver's constant strings.
-        let name =
-            if known { unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned() } else { "unknown".into() };
+        let name = if known {
+            // SAFETY: `name` is one of the driver's constant strings.
+            unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned()
+        } else {
+            "unknown".into()
+        };
         Err(Error::Driver { call, code, name })
     }
 }

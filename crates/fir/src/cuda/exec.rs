@@ -118,7 +118,8 @@ impl Gpu {
         self.stream().map_or(Ok(()), Stream::synchronize)
     }
 
-    /// Zeros on the device.
+    /// Zeros on the device. Dropped, they are freed in the order of this stream: whoever used them on another one waits for
+    /// that first.
     pub fn zeros(&self, dtype: DType, shape: &[usize]) -> Result<Tensor> {
         let layout = Layout::contiguous("Gpu::zeros", "shape", shape)?;
         let buffer = Buffer::new(self.live("Gpu::zeros")?, layout.len() * dtype.size())?;
@@ -151,7 +152,10 @@ impl Gpu {
     pub(crate) fn kernel(&self, source: Source) -> Result<Arc<Kernel>> {
         let slot = {
             let mut kernels = self.device.kernels.lock().unwrap_or_else(|e| e.into_inner());
-            kernels.entry(source.clone()).or_default().clone()
+            match kernels.get(&source) {
+                Some(slot) => slot.clone(),
+                None => kernels.entry(source.clone()).or_default().clone(),
+            }
         };
         slot.get_or_init(|| {
             let function = match &self.lane {
@@ -193,5 +197,27 @@ impl Tensor {
             Some(span) if span.ordinal == stream.context().ordinal() => Ok(self.clone()),
             Some(_) => Err(Error::place(OP, "self", self.place(), format!("host memory, or {gpu:?}"))),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_gpu_may_be_shared_by_threads() {
+        fn shared<T: Send + Sync>() {}
+        shared::<Gpu>();
+        shared::<Stream>();
+        shared::<Tensor>();
+    }
+
+    #[test]
+    fn a_dry_run_has_no_memory_and_says_so() {
+        let gpu = Gpu::dry(Arch::HOPPER).staged();
+        assert_eq!(format!("{gpu:?}"), "no device, as sm_90a, staged");
+        let refused = gpu.zeros(DType::F32, &[4]).unwrap_err().to_string();
+        assert_eq!(refused, "Gpu::zeros: no kernel for this problem:\n  a dry run has no memory");
+        assert!(gpu.stream().is_none() && gpu.synchronize().is_ok() && gpu.launches().is_empty());
     }
 }

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 
 pub use super::arch::Arch;
 use super::nvrtc::{Job, Nvrtc};
-use super::params::Twin;
+use super::params::{Params, Twin};
 use super::source::{self, Hash};
 use super::{activation, norm};
 use crate::env;
@@ -22,12 +22,14 @@ pub struct Source {
     pub(crate) file: &'static str,
     /// C++ name with the template's arguments.
     pub(crate) name: String,
+    /// Text before the file's: what the arguments name that no file has, such as a variant.
+    pub(crate) prelude: String,
     pub(crate) params: Twin,
 }
 
 impl PartialEq for Source {
     fn eq(&self, other: &Self) -> bool {
-        (self.file, &self.name) == (other.file, &other.name)
+        (self.file, &self.name, &self.prelude) == (other.file, &other.name, &other.prelude)
     }
 }
 
@@ -99,6 +101,11 @@ pub fn kernels() -> Vec<Source> {
 }
 
 impl Source {
+    /// The kernel `name` of `file`, which takes a `P`.
+    pub(crate) fn new<P: Params>(file: &'static str, name: String) -> Self {
+        Self { file, name, prelude: String::new(), params: Twin::of::<P>() }
+    }
+
     /// Its name: the C++ template with its arguments.
     pub fn name(&self) -> &str {
         &self.name
@@ -111,7 +118,7 @@ impl Source {
 
     /// The text that is compiled.
     fn text(&self) -> String {
-        format!("#include <fir/{}>\n{}", self.file, self.params.assertions())
+        format!("{}#include <fir/{}>\n{}", self.prelude, self.file, self.params.assertions())
     }
 
     fn options(arch: Arch) -> Vec<String> {

@@ -4,7 +4,7 @@ use super::call::Call;
 use super::driver::Grid;
 use super::exec::Gpu;
 use super::jit::Source;
-use super::params::{Address, Twin, params};
+use super::params::{Address, params};
 use super::rows::{Rows, common_inner};
 use crate::error::{Error, Result};
 use crate::tensor::{DType, TensorMut, TensorRef};
@@ -67,7 +67,7 @@ impl Instance {
     fn source(self) -> Source {
         let Self { x, out, center, add, chunks } = self;
         let name = format!("fir::norm<{}, {}, {center}, {add}, {chunks}>", cpp(x), cpp(out));
-        Source { file: "norm.cuh", name, params: Twin::of::<NormParams>() }
+        Source::new::<NormParams>("norm.cuh", name)
     }
 }
 

@@ -1,5 +1,7 @@
 use fir::testing::Rng;
 use fir::testing::hostile::{TARGETS, call};
+#[cfg(feature = "cuda")]
+use fir::{Exec, exec::Arch, testing::hostile::call_on};
 
 /// A slice of what the fuzz target does for minutes: no panic, and the cases are worth having.
 #[test]
@@ -18,5 +20,27 @@ fn hostile_arguments_are_accepted_or_refused() {
     for ((name, _), [accepted, refused]) in TARGETS.iter().zip(outcomes) {
         // A decoder that never fits two arguments together would test the checks alone.
         assert!(accepted >= CASES / 20 && refused >= CASES / 20, "{name}: {accepted} accepted, {refused} refused");
+    }
+}
+
+/// The same on CUDA: the host's side of every operator by a dry run, and the kernels where there is a GPU.
+#[cfg(feature = "cuda")]
+#[test]
+fn hostile_arguments_are_accepted_or_refused_on_cuda() {
+    const CASES: usize = 500;
+    let (dry, mut rng) = (Exec::dry(Arch::HOPPER), Rng::new(2));
+    for (target, (name, _)) in TARGETS.iter().enumerate() {
+        let there = !crate::matrix::NOT_ON_CUDA.contains(&name.split(':').next().unwrap());
+        let gpu = if there { crate::support::gpu() } else { None };
+        let mut accepted = 0;
+        for _ in 0..CASES {
+            let data: Vec<u8> = (0..64 << rng.below(4)).map(|_| rng.bits() as u8).collect();
+            let result = call_on(&dry, target, &data);
+            accepted += usize::from(result.is_ok());
+            if let Some(gpu) = gpu {
+                assert_eq!(call_on(gpu, target, &data), result, "{name}: the GPU and the dry run differ");
+            }
+        }
+        assert!(!there || accepted >= CASES / 20, "{name}: {accepted} accepted");
     }
 }

@@ -267,3 +267,29 @@ fn bad_arguments_are_named() {
         Err(Error::Layout { arg: "x", .. })
     ));
 }
+
+#[test]
+fn an_output_larger_than_the_caches_has_the_same_rows() {
+    // 36 MB: above the size from which rows are written past the caches, at every place within a line.
+    let (tokens, hidden) = (8_800, 1_030);
+    let data: Vec<f32> = (0..tokens * hidden).map(|i| (i % 1_019) as f32 / 100.0 - 4.0).collect();
+    let x = Tensor::from_f32(DType::F32, &data, &[tokens, hidden]).unwrap();
+    let mut rng = Rng::new(7);
+    let (w, b) = (rng.tensor(DType::F32, &[hidden]), rng.tensor(DType::F32, &[hidden]));
+    every_exec(|exec| {
+        for center in [false, true] {
+            let norm = |x: TensorRef<'_>, out: TensorMut<'_>| match center {
+                false => rms_norm(exec, x, w.view(), EPS, out).unwrap(),
+                true => layer_norm(exec, x, w.view(), b.view(), EPS, out).unwrap(),
+            };
+            let mut all = Tensor::zeros(DType::F32, &[tokens, hidden]).unwrap();
+            norm(x.view(), all.view_mut());
+            for from in (0..tokens).step_by(1_100) {
+                let mut few = Tensor::zeros(DType::F32, &[1_100, hidden]).unwrap();
+                norm(x.view().slice(0, from..from + 1_100).unwrap(), few.view_mut());
+                let all = &all.as_slice::<f32>().unwrap()[from * hidden..][..1_100 * hidden];
+                assert!(few.as_slice::<f32>().unwrap() == all, "{exec:?} {center} {from}");
+            }
+        }
+    });
+}

@@ -11,7 +11,7 @@ const FENCE: &[&str] =
 const BUDGETS: &[(&[&str], usize)] = &[
     (&["tensor", "kv", "variant", "plan"], 6_700),
     (&["ops", "reference", "testing"], 8_800),
-    (&["cpu"], 11_500),
+    (&["cpu"], 11_900),
     (&["cuda"], 2_500),
 ];
 

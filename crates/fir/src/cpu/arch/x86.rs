@@ -6,7 +6,7 @@
 use std::arch::x86_64::*;
 
 use crate::cpu::vector::{Kernel, Vector};
-use crate::tensor::{E2M1_VALUES, E2m1x2, E4m3, E5m2, bf16, f16};
+use crate::tensor::{E2M1_VALUES, E2m1x2, E4m3, E5m2, Element, bf16, f16};
 
 /// Proof that this CPU has AVX2, FMA and F16C; only `detect` makes one.
 #[derive(Clone, Copy, Debug)]
@@ -384,6 +384,30 @@ impl Vector for Avx2 {
         })
     }
     #[inline(always)]
+    fn stream<T: Element>(self, from: &[T], to: &mut [T]) {
+        assert_eq!(from.len(), to.len());
+        let (line, n) = (64 / size_of::<T>(), to.len());
+        let head = to.as_ptr().align_offset(64).min(n);
+        let end = head + (n - head) / line * line;
+        to[..head].copy_from_slice(&from[..head]);
+        to[end..].copy_from_slice(&from[end..]);
+        let mut at = head;
+        while at < end {
+            let (from, to) = (from[at..at + line].as_ptr(), to[at..at + line].as_mut_ptr());
+            // SAFETY: `self` proves the vectors; both have the 64 bytes, plain numbers, and `to` is aligned to as many.
+            unsafe {
+                _mm256_stream_si256(to.cast(), _mm256_loadu_si256(from.cast()));
+                _mm256_stream_si256(to.cast::<__m256i>().add(1), _mm256_loadu_si256(from.cast::<__m256i>().add(1)));
+            }
+            at += line;
+        }
+    }
+    #[inline(always)]
+    fn fence(self) {
+        // SAFETY: SSE is in the x86-64 baseline.
+        unsafe { _mm_sfence() };
+    }
+    #[inline(always)]
     fn prefetch<T>(self, x: &[T]) {
         prefetch_lines(x);
     }
@@ -648,8 +672,34 @@ impl Vector for Avx512 {
         out
     }
     #[inline(always)]
+    fn transpose(self, a: [__m512; 16]) -> [__m512; 16] {
+        // Vectors of floats and of integers are the same bits.
+        with!(self, std::mem::transmute(transpose(std::mem::transmute::<[__m512; 16], [__m512i; 16]>(a))))
+    }
+    #[inline(always)]
     fn max_lane(self, a: __m512) -> f32 {
         with!(self, _mm512_reduce_max_ps(a))
+    }
+    #[inline(always)]
+    fn stream<T: Element>(self, from: &[T], to: &mut [T]) {
+        assert_eq!(from.len(), to.len());
+        let (line, n) = (64 / size_of::<T>(), to.len());
+        let head = to.as_ptr().align_offset(64).min(n);
+        let end = head + (n - head) / line * line;
+        to[..head].copy_from_slice(&from[..head]);
+        to[end..].copy_from_slice(&from[end..]);
+        let mut at = head;
+        while at < end {
+            let (from, to) = (from[at..at + line].as_ptr(), to[at..at + line].as_mut_ptr());
+            // SAFETY: `self` proves the vectors; both have the 64 bytes, plain numbers, and `to` is aligned to as many.
+            unsafe { _mm512_stream_si512(to.cast(), _mm512_loadu_si512(from.cast())) };
+            at += line;
+        }
+    }
+    #[inline(always)]
+    fn fence(self) {
+        // SAFETY: SSE is in the x86-64 baseline.
+        unsafe { _mm_sfence() };
     }
     #[inline(always)]
     fn prefetch<T>(self, x: &[T]) {
@@ -676,4 +726,40 @@ fn halves_added(a: __m512, b: __m512) -> __m512 {
 fn pairs_added(a: __m512, b: __m512) -> __m512 {
     let low = _mm512_shuffle_ps::<0b01_00_01_00>(a, b);
     _mm512_add_ps(low, _mm512_shuffle_ps::<0b11_10_11_10>(a, b))
+}
+
+/// Columns of a 16 × 16 matrix of 32-bit elements.
+///
+/// # Safety
+/// This CPU has AVX-512 F.
+#[inline(always)]
+pub(super) unsafe fn transpose(r: [__m512i; 16]) -> [__m512i; 16] {
+    // SAFETY: as the caller says.
+    unsafe {
+        let mut a = r;
+        for i in 0..8 {
+            a[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+            a[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+        }
+        let mut b = a;
+        for i in 0..4 {
+            for j in 0..2 {
+                b[4 * i + 2 * j] = _mm512_unpacklo_epi64(a[4 * i + j], a[4 * i + 2 + j]);
+                b[4 * i + 2 * j + 1] = _mm512_unpackhi_epi64(a[4 * i + j], a[4 * i + 2 + j]);
+            }
+        }
+        // b[4i + c], lane l: column 4l + c of rows 4i..4i + 4.
+        let mut out = b;
+        for c in 0..4 {
+            let low = _mm512_shuffle_i32x4::<0b10_00_10_00>(b[c], b[4 + c]);
+            let high = _mm512_shuffle_i32x4::<0b11_01_11_01>(b[c], b[4 + c]);
+            let low2 = _mm512_shuffle_i32x4::<0b10_00_10_00>(b[8 + c], b[12 + c]);
+            let high2 = _mm512_shuffle_i32x4::<0b11_01_11_01>(b[8 + c], b[12 + c]);
+            out[c] = _mm512_shuffle_i32x4::<0b10_00_10_00>(low, low2);
+            out[8 + c] = _mm512_shuffle_i32x4::<0b11_01_11_01>(low, low2);
+            out[4 + c] = _mm512_shuffle_i32x4::<0b10_00_10_00>(high, high2);
+            out[12 + c] = _mm512_shuffle_i32x4::<0b11_01_11_01>(high, high2);
+        }
+        out
+    }
 }

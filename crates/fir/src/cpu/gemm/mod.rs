@@ -2,7 +2,7 @@
 //!
 //! A register tile holds `ROWS` × 4 dot products, `LANES` partial sums each. Work is cut into panels of [`PANEL`]
 //! weight rows, the unit of parallelism, and blocks of [`DEPTH`] along `k`, so that a tile's operands stay in the
-//! first-level cache.
+//! first-level cache. For many rows both operands are packed: see [`packed`].
 //!
 //! An output's additions always happen in the same order: within a block by lanes, then the lanes' tree, then block by
 //! block. Neither the tile that holds it nor the thread that runs it changes that.
@@ -10,6 +10,7 @@
 //! At the AMX level, products of bf16 go through tiles: see [`tiles`].
 
 mod epilogue;
+mod packed;
 pub(crate) mod scaled;
 #[cfg(target_arch = "x86_64")]
 mod tiles;
@@ -20,6 +21,7 @@ use std::cell::Cell;
 use std::ops::Range;
 
 pub(crate) use self::epilogue::Epilogue;
+use crate::cpu::arch::aligned;
 use crate::cpu::exec::Cpu;
 use crate::cpu::pool::RowsMut;
 use crate::cpu::rows::{Rows, widen, with_float};
@@ -35,7 +37,9 @@ const DEPTH: usize = 1024;
 const COLUMNS: usize = 4;
 
 thread_local! {
-    /// Scratch of a unit of work: kept, as new memory of this size would be mapped and cleared for every unit.
+    /// Rows of a launch, packed or widened. Kept, as new memory of this size would be mapped and cleared every time.
+    static COPIES: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
+    /// Scratch of a unit of work, kept too.
     static SCRATCH: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
 }
 
@@ -83,28 +87,56 @@ pub(crate) fn products(cpu: &Cpu, op: &'static str, mut list: Vec<Product<'_>>) 
 fn dots_of<X: Lane, W: Lane, O: Lane>(cpu: &Cpu, op: &'static str, list: Vec<Product<'_>>) -> Result<()> {
     // Below 64k products, a few microseconds, waking the pool is not worth it.
     let alone = list.iter().fold(0usize, |sum, p| sum.saturating_add(p.work())) < 64 << 10;
-    let mut wide = vec![];
-    for Product { x, .. } in &list {
-        let x = Rows::<X>::new(op, "x", *x)?;
-        let mut copy = vec![];
-        if X::DTYPE != DType::F32 {
-            copy.resize(x.len() * x.row_len(), 0.0);
-            cpu.run(Widen { x, out: &mut copy });
+    let is_packed = |p: &Product<'_>| p.x.shape()[0] > packed::FEW;
+    let copy_len = |p: &Product<'_>| match (p.x.shape()[0], p.x.shape()[1]) {
+        (m, k) if is_packed(p) => m.next_multiple_of(packed::ROWS) * packed::row_len(k),
+        (m, k) if X::DTYPE != DType::F32 => m * k,
+        _ => 0,
+    };
+    let mut buffer = COPIES.take();
+    let copies = aligned(&mut buffer, list.iter().map(copy_len).sum());
+    let (mut packs, mut rest) = (vec![], &mut *copies);
+    for p in &list {
+        let x = Rows::<X>::new(op, "x", p.x)?;
+        let (mine, others) = rest.split_at_mut(copy_len(p));
+        rest = others;
+        if is_packed(p) {
+            let parts = mine.chunks_mut((packed::ROWS * packed::row_len(x.row_len())).max(1)).enumerate();
+            packs.extend(parts.map(|(i, to)| packed::PackRows { x, first: i * packed::ROWS, to }));
+        } else {
+            cpu.run(Widen { x, out: mine });
         }
-        wide.push(copy);
     }
-    let panels: usize = list.iter().map(|p| p.w.shape()[0].div_ceil(PANEL)).sum();
-    let mut units = vec![];
-    for (Product { x, w, out, then }, wide) in list.into_iter().zip(&wide) {
-        let (m, k, n) = (x.shape()[0], x.shape()[1], out.shape()[1]);
-        let x = if X::DTYPE == DType::F32 { Rows::<f32>::new(op, "x", x)? } else { Rows::packed_as(wide, m, k) };
-        let (w, out) = (Rows::<W>::new(op, "w", w)?, RowsMut::<O>::new(op, "out", out)?);
-        // Two units per worker; when there are too few panels for that, their rows are cut too. Never
-        // into fewer than 24: every cut reads all weights.
-        let cuts = (2 * cpu.workers()).div_ceil(panels.max(1)).min(m / 24).max(1);
-        for rows in out.split(cuts) {
-            let columns = rows.split_columns(PANEL).into_iter().enumerate();
-            units.extend(columns.map(|(panel, out)| Unit { x, w, k, n, first: panel * PANEL, out, then }));
+    if alone {
+        packs.into_iter().for_each(|pack| cpu.run(pack));
+    } else {
+        cpu.pool().scatter(packs, |pack| cpu.run(pack));
+    }
+
+    let panel = |p: &Product<'_>| if is_packed(p) { packed::PANEL } else { PANEL };
+    let panels: usize = list.iter().map(|p| p.w.shape()[0].div_ceil(panel(p))).sum();
+    let (mut units, mut rest) = (vec![], &*copies);
+    for p in list {
+        let (mine, others) = rest.split_at(copy_len(&p));
+        rest = others;
+        let (m, k, n, panel) = (p.x.shape()[0], p.x.shape()[1], p.out.shape()[1], panel(&p));
+        // Two units per worker; when there are too few panels for that, their rows are cut too. Never into fewer than
+        // 54: every cut packs all weights.
+        let cuts = (2 * cpu.workers()).div_ceil(panels.max(1)).min(m / (3 * packed::ROWS)).max(1);
+        let each = m.div_ceil(cuts).next_multiple_of(packed::ROWS);
+        let whole = match X::DTYPE {
+            _ if is_packed(&p) => None,
+            DType::F32 => Some(Rows::<f32>::new(op, "x", p.x)?),
+            _ => Some(Rows::packed_as(mine, m, k)),
+        };
+        let (w, out, then) = (Rows::<W>::new(op, "w", p.w)?, RowsMut::<O>::new(op, "out", p.out)?, p.then);
+        for rows in out.cut((0..m).step_by(each).map(|at| each.min(m - at))) {
+            let x = match whole {
+                Some(rows) => Operand::Rows(rows),
+                None => Operand::Packed(&mine[rows.range().start * packed::row_len(k)..]),
+            };
+            let columns = rows.split_columns(panel).into_iter().enumerate();
+            units.extend(columns.map(|(i, out)| Unit { x, w, k, n, first: i * panel, out, then }));
         }
     }
     if alone {
@@ -112,12 +144,22 @@ fn dots_of<X: Lane, W: Lane, O: Lane>(cpu: &Cpu, op: &'static str, list: Vec<Pro
     } else {
         cpu.pool().scatter(units, |u| u.run(cpu));
     }
+    COPIES.set(buffer);
     Ok(())
+}
+
+/// The left side of a unit.
+#[derive(Clone, Copy)]
+enum Operand<'a> {
+    /// All rows of a product of few.
+    Rows(Rows<'a, f32>),
+    /// Packed, from the unit's first row on.
+    Packed(&'a [f32]),
 }
 
 /// Rows `out.range()` of a product, for the columns from `first` on, as many as `out` is wide.
 struct Unit<'a, W, O> {
-    x: Rows<'a, f32>,
+    x: Operand<'a>,
     w: Rows<'a, W>,
     k: usize,
     /// Columns of the whole product.
@@ -131,14 +173,20 @@ impl<W: Lane, O: Lane> Unit<'_, W, O> {
     fn run(self, cpu: &Cpu) {
         let Self { x, w, k, n, first, mut out, then } = self;
         let mut scratch = SCRATCH.take();
-        let (range, width) = (out.range(), out.row_len());
-        let size = range.len() * width;
-        scratch.clear();
-        scratch.resize(then.rows() * size + PANEL * DEPTH.min(k), 0.0);
-        let (sums, panel) = scratch.split_at_mut(then.rows() * size);
+        let (rows, width) = (out.range().len(), out.row_len());
+        let size = rows * width;
+        let room = match x {
+            Operand::Rows(_) => 0,
+            Operand::Packed(_) => packed::PANEL * DEPTH.min(packed::row_len(k)),
+        };
+        let (panel, sums) = aligned(&mut scratch, room + then.rows() * size).split_at_mut(room);
+        sums.fill(0.0);
         for half in 0..then.rows() {
-            let sums = &mut sums[half * size..][..size];
-            cpu.run(Panel { x, rows: range.clone(), w, first: half * n + first, width, k, sums, panel });
+            let (first, sums) = (half * n + first, &mut sums[half * size..][..size]);
+            match x {
+                Operand::Rows(x) => cpu.run(Panel { x, w, first, width, sums }),
+                Operand::Packed(x) => cpu.run(packed::Panel { x, rows, w, first, width, sums, panel }),
+            }
         }
         cpu.run(Write { sums, first, out: &mut out, then });
         SCRATCH.set(scratch);
@@ -187,39 +235,26 @@ impl<T: Lane> Kernel for Widen<'_, T> {
     }
 }
 
-/// Adds the product of some rows and weight rows to `sums`, `[rows, width]`.
+/// Adds the product of all rows and some weight rows to `sums`, `[rows, width]`.
 struct Panel<'a, W> {
     x: Rows<'a, f32>,
-    rows: Range<usize>,
     w: Rows<'a, W>,
     first: usize,
     width: usize,
-    k: usize,
     sums: &'a mut [f32],
-    /// Room for `[PANEL, DEPTH.min(k)]`.
-    panel: &'a mut [f32],
 }
 
 impl<W: Lane> Kernel for Panel<'_, W> {
     type Out = ();
     #[inline(always)]
     fn run<V: Vector>(self, v: V) {
-        let Self { x, rows, w, first, width, k, sums, panel } = self;
+        let Self { x, w, first, width, sums } = self;
+        let k = w.row_len();
         let mut from = 0;
         while from < k {
-            let x = Block { rows: x, first: rows.start, count: rows.len(), columns: from..k.min(from + DEPTH) };
+            let x = Block { rows: x, first: 0, count: x.len(), columns: from..k.min(from + DEPTH) };
             let w = Block { rows: w, first, count: width, columns: x.columns.clone() };
-            // Few rows use a weight once or twice and read it as it is; many read a copy, in f32 and side by side.
-            if rows.len() <= 12 {
-                multiply(v, &x, &w, sums);
-            } else {
-                let depth = x.columns.len();
-                for (j, copy) in panel.chunks_exact_mut(depth).take(width).enumerate() {
-                    widen(v, w.row(j), copy);
-                }
-                let rows = Rows::packed(&panel[..width * depth], depth);
-                multiply(v, &x, &Block { rows, first: 0, count: width, columns: 0..depth }, sums);
-            }
+            multiply(v, &x, &w, sums);
             from += DEPTH;
         }
     }
@@ -278,11 +313,12 @@ fn strip<V: Vector, W: Lane, const ROWS: usize>(
     while j < w.count {
         let columns = COLUMNS.min(w.count - j);
         // Past the last weight row, that row again: its sums are dropped below.
-        let mut ws = [&[][..]; COLUMNS];
-        for (c, ws) in ws.iter_mut().enumerate() {
-            *ws = w.row(j + c.min(columns - 1));
+        let (mut ws, mut ahead) = ([&[][..]; COLUMNS], [&[][..]; COLUMNS]);
+        for c in 0..COLUMNS {
+            ws[c] = w.row(j + c.min(columns - 1));
+            ahead[c] = w.row((j + COLUMNS + c).min(w.count - 1));
         }
-        let tile = dots::<V, W, ROWS>(v, xs, ws);
+        let tile = dots::<V, W, ROWS>(v, xs, ws, ahead);
         for (r, tile) in tile.iter().enumerate() {
             for (sum, dot) in sums[(i + r) * w.count + j..][..columns].iter_mut().zip(tile) {
                 *sum += dot;
@@ -292,9 +328,14 @@ fn strip<V: Vector, W: Lane, const ROWS: usize>(
     }
 }
 
-/// The dot products of every row of `x` with every row of `w`, all of one length.
+/// The dot products of every row of `x` with every row of `w`, all of one length. Asks for the rows that come next.
 #[inline(always)]
-fn dots<V: Vector, W: Lane, const ROWS: usize>(v: V, x: [&[f32]; ROWS], w: [&[W]; COLUMNS]) -> [[f32; COLUMNS]; ROWS] {
+fn dots<V: Vector, W: Lane, const ROWS: usize>(
+    v: V,
+    x: [&[f32]; ROWS],
+    w: [&[W]; COLUMNS],
+    ahead: [&[W]; COLUMNS],
+) -> [[f32; COLUMNS]; ROWS] {
     let k = w[0].len();
     assert!(x.iter().all(|x| x.len() == k) && w.iter().all(|w| w.len() == k));
     let mut acc = [[v.splat(0.0); COLUMNS]; ROWS];
@@ -303,6 +344,11 @@ fn dots<V: Vector, W: Lane, const ROWS: usize>(v: V, x: [&[f32]; ROWS], w: [&[W]
         let mut xs = [v.splat(0.0); ROWS];
         for r in 0..ROWS {
             xs[r] = v.load(&x[r][at..]);
+        }
+        if (at * size_of::<W>()).is_multiple_of(64) {
+            for ahead in ahead {
+                v.prefetch_far(ahead, at);
+            }
         }
         for c in 0..COLUMNS {
             let w = W::load(v, &w[c][at..]);

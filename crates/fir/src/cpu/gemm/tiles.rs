@@ -4,9 +4,9 @@
 //! for all weights; so sums come out turned, `[n, m]`, and are turned back as they are written.
 //!
 //! A unit of work is a block of weight rows against a block of `x`. Up to [`FEW`] rows of `x` use a weight once: tiles
-//! load it from where it lies, and the memory is the bound. For more, a strip of 32 weight rows is
-//! copied to the first-level cache (rows a power of two apart would fall on few of its sets) and meets every row of the
-//! block, which stays in the second level beside its sums.
+//! load it from where it lies, and the memory is the bound. For more, a strip of 32 weight rows is copied, as tiles (rows
+//! a power of two apart would fall on few sets of the first-level cache), and meets every row of the block, which stays
+//! in the second level beside its sums. Meanwhile the next strip is asked for.
 //!
 //! A sum runs over `k` in steps of 32, in order, the last one filled up with zeros: whatever the unit, the same bits.
 
@@ -31,7 +31,7 @@ const FEW: usize = STRIP;
 const SUMS: usize = STRIP * STRIP;
 /// Sizes of the blocks of a launch.
 ///
-/// A strip of the default depth, 256, takes 18 KB. Beside it 16 KB of `x` stream through the first-level cache per
+/// A strip of the default depth, 256, takes 16 KB. Beside it 16 KB of `x` stream through the first-level cache per
 /// product; twice as deep they would push the strip out, and the second level gives no more than 50 bytes a cycle of the
 /// 64 that the tiles take. A block of 512 rows of `x` and as many weight rows has 1 MB of sums, and 256 KB of `x`.
 #[derive(Clone, Copy)]
@@ -40,13 +40,6 @@ struct Sizes {
     depth: usize,
     /// Rows of `x` per block, and most weight rows.
     block: usize,
-}
-
-impl Sizes {
-    /// Elements from row to row of a copied strip: 16 rows on as many sets of the cache.
-    fn stride(self) -> usize {
-        self.depth + STEP
-    }
 }
 
 thread_local! {
@@ -162,7 +155,7 @@ impl<O: Lane> TileKernel for Unit<'_, O> {
         let m = self.out.range().len();
         let (strips, widths) = (m.div_ceil(STRIP), self.out.row_len().div_ceil(STRIP));
         {
-            let strip = aligned(&mut strip, STRIP * self.sizes.stride());
+            let strip = aligned(&mut strip, STRIP * self.sizes.depth);
             let size = widths * strips * SUMS;
             let sums = aligned(&mut sums, self.then.rows() * size);
             for (half, sums) in sums.chunks_exact_mut(size).enumerate() {
@@ -186,20 +179,24 @@ impl<O: Lane> Unit<'_, O> {
     fn few(&self, tiles: Tiles, first: usize, strip: &mut [bf16], sums: &mut [f32]) {
         let width = self.out.row_len();
         let (whole, steps) = (self.k / STEP, self.k.div_ceil(STEP));
-        for j in (0..width).step_by(STRIP) {
-            let rows = STRIP.min(width - j);
-            let sums = &mut sums[j * STRIP..][..SUMS];
+        for (j, sums) in sums.as_chunks_mut::<SUMS>().0.iter_mut().enumerate() {
             let mut done = 0;
-            if rows == STRIP
-                && let Some((data, stride)) = self.w.stretch(first + j, STRIP)
+            if (j + 1) * STRIP <= width
+                && let Some((data, stride)) = self.w.stretch(first + j * STRIP, STRIP)
             {
-                self.product(tiles, 0, Left { data, stride }, 0, whole, sums, false);
+                let (left, right) = (Left { data, stride }, self.right(0, 0));
+                let sums = Sums { data: sums, stride: STRIP };
+                if self.out.range().len() > 16 {
+                    tiles.product_bf16::<2, 2>(left, right, whole, sums, false);
+                } else {
+                    tiles.product_bf16::<2, 1>(left, right, whole, sums, false);
+                }
                 done = whole;
             }
             while done < steps {
                 let n = (self.sizes.depth / STEP).min(steps - done);
                 self.copy(first, j, done, n, strip);
-                self.product(tiles, 0, Left { data: strip, stride: self.sizes.stride() }, done, n, sums, done > 0);
+                tiles.product_packed(strip, self.right(0, done), n, sums, done > 0);
                 done += n;
             }
         }
@@ -207,63 +204,70 @@ impl<O: Lane> Unit<'_, O> {
 
     #[inline(always)]
     fn many(&self, v: Avx512, tiles: Tiles, first: usize, strip: &mut [bf16], sums: &mut [f32]) {
-        let (m, width) = (self.out.range().len(), self.out.row_len());
-        let (steps, strips) = (self.k.div_ceil(STEP), m.div_ceil(STRIP));
+        let (steps, strips) = (self.k.div_ceil(STEP), self.out.range().len().div_ceil(STRIP));
+        // Weight rows to ask for per product, so that those of the next strip are there when it comes.
+        let ahead = STRIP.div_ceil(strips);
         let mut done = 0;
         while done < steps {
             let n = (self.sizes.depth / STEP).min(steps - done);
-            for j in (0..width).step_by(STRIP) {
+            let sums = sums.as_chunks_mut::<SUMS>().0;
+            for (j, sums) in sums.chunks_exact_mut(strips).enumerate() {
                 self.copy(first, j, done, n, strip);
-                for i in (0..m).step_by(STRIP) {
-                    let sums = &mut sums[(j / STRIP * strips + i / STRIP) * SUMS..];
-                    let (sums, next) = sums.split_at_mut(SUMS);
-                    if done > 0 {
-                        v.prefetch(&next[..SUMS.min(next.len())]);
+                let next = if (j + 1) * STRIP < self.out.row_len() { (j + 1, done) } else { (0, done + n) };
+                for i in 0..strips {
+                    for r in i * ahead..STRIP.min((i + 1) * ahead) {
+                        self.ask(v, first, next, r, n);
                     }
-                    let left = Left { data: &*strip, stride: self.sizes.stride() };
-                    self.product(tiles, i, left, done, n, sums, done > 0);
+                    if done > 0 && i + 1 < strips {
+                        v.prefetch(&sums[i + 1]);
+                    }
+                    tiles.product_packed(strip, self.right(i, done), n, &mut sums[i], done > 0);
                 }
             }
             done += n;
         }
     }
 
-    /// 32 weight rows against up to 32 rows of `x` from the unit's row `i` on, `n` steps from step `from` on.
-    #[expect(clippy::too_many_arguments, reason = "what a product of tiles takes")]
+    /// Strip `i` of the unit's rows of `x`, from step `from` on. Of 16 rows or fewer its second tile is the first again,
+    /// for sums that nobody reads.
     #[inline(always)]
-    fn product(
-        &self,
-        tiles: Tiles,
-        i: usize,
-        left: Left<'_, bf16>,
-        from: usize,
-        n: usize,
-        sums: &mut [f32],
-        keep: bool,
-    ) {
+    fn right(&self, i: usize, from: usize) -> Right<'_, bf16> {
         let steps = self.k.div_ceil(STEP);
-        let right = Right { data: &self.x[(i / 16 * steps + from) * TILE..], stride: steps * TILE };
-        let sums = Sums { data: sums, stride: STRIP };
-        if self.out.range().len() - i > 16 {
-            tiles.product_bf16::<2, 2>(left, right, n, sums, keep);
-        } else {
-            tiles.product_bf16::<2, 1>(left, right, n, sums, keep);
+        let stride = if self.out.range().len() - i * STRIP > 16 { steps * TILE } else { 0 };
+        Right { data: &self.x[(i * (STRIP / 16) * steps + from) * TILE..], stride }
+    }
+
+    /// Copies strip `j` of the weights from row `first` on, `n` steps from step `from` on, as tiles: those of 16 rows and
+    /// then those of the others. Zeros beyond the weights.
+    #[inline(always)]
+    fn copy(&self, first: usize, j: usize, from: usize, n: usize, strip: &mut [bf16]) {
+        let rows = STRIP.min(self.out.row_len() - j * STRIP);
+        let columns = from * STEP..self.k.min((from + n) * STEP);
+        for r in 0..STRIP {
+            let row = if r < rows { &self.w.row(first + j * STRIP + r)[columns.clone()] } else { &[] };
+            let (whole, rest) = row.as_chunks::<STEP>();
+            let lines = strip[r / 16 * n * TILE + r % 16 * STEP..].chunks_mut(TILE).take(n);
+            for (i, line) in lines.enumerate() {
+                let line = line.first_chunk_mut::<STEP>().expect("a line of a tile");
+                if let Some(from) = whole.get(i) {
+                    *line = *from;
+                } else {
+                    *line = [bf16::ZERO; STEP];
+                    if i == whole.len() {
+                        line[..rest.len()].copy_from_slice(rest);
+                    }
+                }
+            }
         }
     }
 
-    /// Copies 32 weight rows from `first + j` on, `n` steps from step `from` on, zeros beyond the weights.
+    /// Asks for row `r` of strip `j` of the weights, `n` steps from step `from` on, where there is one.
     #[inline(always)]
-    fn copy(&self, first: usize, j: usize, from: usize, n: usize, strip: &mut [bf16]) {
-        let rows = STRIP.min(self.out.row_len() - j);
-        let columns = from * STEP..self.k.min((from + n) * STEP);
-        for (r, to) in strip.chunks_exact_mut(self.sizes.stride()).enumerate() {
-            let to = &mut to[..n * STEP];
-            if r < rows {
-                let row = &self.w.row(first + j + r)[columns.clone()];
-                to[..row.len()].copy_from_slice(row);
-                to[row.len()..].fill(bf16::ZERO);
-            } else {
-                to.fill(bf16::ZERO);
+    fn ask(&self, v: Avx512, first: usize, (j, from): (usize, usize), r: usize, n: usize) {
+        if j * STRIP + r < self.out.row_len() {
+            let row = self.w.row(first + j * STRIP + r);
+            for step in from..from + n {
+                v.prefetch_far(row, step * STEP);
             }
         }
     }

@@ -83,6 +83,14 @@ pub fn call(data: &[u8]) -> (usize, Result<()>) {
     (target, TARGETS[target].1(exec, &mut bytes))
 }
 
+/// Calls a target on a given executor with arguments read from `data`.
+///
+/// # Panics
+/// As [`call`].
+pub fn call_on(exec: &Exec, target: usize, data: &[u8]) -> Result<()> {
+    TARGETS[target].1(exec, &mut Bytes { data, at: 0 })
+}
+
 /// Bytes read as arguments; zeros when they run out.
 #[derive(Debug)]
 pub struct Bytes<'a> {

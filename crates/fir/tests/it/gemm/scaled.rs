@@ -81,6 +81,35 @@ fn matches_reference_for_every_pair_of_blocks() {
 }
 
 #[test]
+fn single_columns_match_reference() {
+    every_exec(|exec| {
+        let mut rng = Rng::new(9);
+        for (x_block, w_block) in BLOCKS {
+            // The naive error of a sum or two may be small by luck: columns are computed one by one, and compared together.
+            let (m, n, k) = (2, 33, 4000);
+            let x = Operand::new(&mut rng, DType::E4M3, &[m, k], x_block);
+            let ws: Vec<_> = (0..n).map(|_| Operand::new(&mut rng, DType::E4M3, &[1, k], w_block)).collect();
+            let mut all = vec![0f32; m * n];
+            for (c, w) in ws.iter().enumerate() {
+                for (r, &y) in product(exec, &x, w, DType::F32).as_slice::<f32>().unwrap().iter().enumerate() {
+                    all[r * n + c] = y;
+                }
+            }
+            let out = TensorRef::new(&all, &[m, n]).unwrap();
+            assert_matches(&format!("{exec:?} {x_block:?} {w_block:?}"), out, n, |p| {
+                let mut all = vec![0f64; m * n];
+                for (c, w) in ws.iter().enumerate() {
+                    for (r, y) in reference::scaled_gemm(p, x.view(), w.view())?.into_iter().enumerate() {
+                        all[r * n + c] = y;
+                    }
+                }
+                Ok(all)
+            });
+        }
+    });
+}
+
+#[test]
 fn matches_reference_for_every_mix_of_types() {
     every_exec(|exec| {
         let mut rng = Rng::new(2);

@@ -60,7 +60,9 @@ struct Activations {
     /// Sums of the format's sub-blocks: the bits of f32 if it has minima; else i32, times minus the weights' offset.
     sums: [i32; 16],
     scale: f32,
-    unused: [u32; 15],
+    /// The sums of two sub-blocks each, as i16, if the format has integer minima.
+    pairs: [i32; 8],
+    unused: [u32; 7],
 }
 
 impl Activations {
@@ -209,6 +211,9 @@ fn quantize<V: Vector>(v: V, x: &[f32; SUPER], format: BlockFormat, out: &mut Ac
             for (j, sum) in v.sums4(q).into_iter().enumerate() {
                 sums[(i - (4 - j) * V::LANES) / format.sub()] += sum;
             }
+        }
+        for (out, sum) in out.pairs.iter_mut().zip(sums.as_chunks::<2>().0) {
+            *out = sum[0] as i32 & 0xffff | (sum[1] as i32) << 16;
         }
         for (out, sum) in out.sums.iter_mut().zip(sums) {
             *out = if format.has_min() { sum.to_bits() as i32 } else { -format.offset() * sum as i32 };

@@ -7,13 +7,26 @@
 //!   gives the sums of both parts, and one pass of vectors per cell joins them.
 //! * f16 scales: `q`, each group of 32 alone in the 64 deep tile that it shares with its neighbour, the rest zeros. One
 //!   product of one step gives the sums of both groups.
+//!
+//! What it costs, in cycles for 16 rows of a cell (16 × 16 sums, 256 deep), measured on a Xeon of model 207. A tile
+//! instruction takes 16, however few of its 64 bytes are used, and while one runs vectors of any width have one port
+//! instead of two. At one product for each byte of weight there would be four instructions, 64 cycles.
+//!
+//! | | tiles | vectors, one port | together, in the first-level cache |
+//! |---|--:|--:|--:|
+//! | integer scales | 8 × 16 = 128 | 16 × 5 = 80, with minima 16 × (7 + 4) = 176, of 16 elements 16 × (7 + 8) = 240 | 163 without minima |
+//! | f16 scales | 8 × 16 = 128 | 16 × 8 × 2 = 256, with minima 16 × 8 × 3 = 384 | 270 without minima |
+//!
+//! So 39 % of what int8 products can do is the bound of integer scales, and 24 % that of f16 scales: one conversion and
+//! one multiply-add for each group's sum, and no way to add integers whose scales have no common divisor.
 
 use std::marker::PhantomData;
+use std::ops::Range;
 
 use super::kernel::{Codes, Scales};
 use super::pack::{Cell, LANES, Packed};
 use super::{Activations, MANY as ROWS};
-use crate::cpu::arch::{Amx, Avx512, Left, Right, Sums, TileKernel, Tiles};
+use crate::cpu::arch::{Amx, Avx512, Left, Right, TileKernel, Tiles};
 use crate::cpu::integers::{Integers, PITCH};
 use crate::cpu::vector::Vector;
 
@@ -34,8 +47,8 @@ struct Aligned<T>(T);
 struct Prepared<'a, V: Integers> {
     cell: Cell<'a>,
     right: Aligned<[i8; 8 * TILE]>,
-    /// Integer minima, as f32.
-    minima: [V::F; 16],
+    /// Integer minima of two sub-blocks each, as i16.
+    minima: [V::I; 8],
 }
 
 /// Adds to `sums`, `[panels, rows, 16]`, the product of the panels from `first` on and all rows of `acts`.
@@ -51,7 +64,7 @@ pub(super) fn run<V: Integers, C: Codes, S: Scales>(
 ) {
     // What a cell leaves of the last one's tiles, fewer groups than it had, is not looked at.
     let cell = Cell { groups: 0, codes: &[], scales: &[], shared: &[] };
-    let (right, minima) = (Aligned([0; 8 * TILE]), [v.splat_f32(0.0); 16]);
+    let (right, minima) = (Aligned([0; 8 * TILE]), [v.splat(0); 8]);
     let mut prepared = [Prepared::<V> { cell, right, minima }; AT_ONCE];
     for (s, acts) in acts.chunks_exact(rows).enumerate() {
         for (group, sums) in sums.chunks_mut(AT_ONCE * rows * LANES).enumerate() {
@@ -75,8 +88,15 @@ fn prepare<V: Integers, C: Codes, S: Scales>(v: V, offset: u8, out: &mut Prepare
         if S::INTEGERS {
             for sub in 0..S::SUBS {
                 (scale[sub], min[sub]) = S::read(v, scales, sub);
-                if S::MIN {
-                    out.minima[S::SUBS * g + sub] = v.float(min[sub]);
+            }
+            if S::MIN {
+                let (j, shift) = (S::SUBS * g, v.splat(1 << 16));
+                if S::SUBS == 2 {
+                    out.minima[j / 2] = v.mul_add(min[1], shift, min[0]);
+                } else if g % 2 == 0 {
+                    out.minima[j / 2] = min[0];
+                } else {
+                    out.minima[j / 2] = v.mul_add(min[0], shift, out.minima[j / 2]);
                 }
             }
         }
@@ -109,80 +129,108 @@ impl<V: Integers, S: Scales> TileKernel for Multiply<'_, V, S> {
     #[inline(always)]
     fn run(self, vectors: Avx512, tiles: Tiles) {
         let Self { v, acts, prepared, sums, .. } = self;
-        let (rows, products) = (acts.len(), if S::INTEGERS { 1 } else { 4 });
-        // Vectors finish one product while tiles compute the next.
-        let mut buffers = [const { Aligned([0i32; 4 * SUMS]) }; 2];
-        let mut turn = 0;
+        let rows = acts.len();
+        let mut buffer = Aligned([[0i32; SUMS]; 4]);
         let mut last: Option<(usize, usize)> = None;
         for r in (0..rows).step_by(ROWS) {
             let data: &[i8] = bytemuck::cast_slice(&acts[r..r + ROWS]);
-            // A tile's load waits for sixteen lines; nothing but this asks for them ahead.
-            vectors.prefetch(&acts[r + ROWS..rows.min(r + 2 * ROWS)]);
+            let left = |step: usize| Left { data: &data[64 * step..], stride: 4 * PITCH };
             for (p, cell) in prepared.iter().enumerate() {
-                for i in 0..products {
-                    let out = Sums { data: &mut buffers[turn].0[i * SUMS..][..SUMS], stride: 2 * LANES };
-                    // Integer scales: low and high, 4 steps deep. f16 scales: two groups, one step.
-                    let (steps, stride) = if S::INTEGERS { (4, 4 * TILE) } else { (1, TILE) };
-                    let right = Right { data: &cell.right.0[2 * i * TILE..], stride };
-                    let left = Left { data: &data[64 * i..], stride: 4 * PITCH };
-                    tiles.product_i8::<2, 2>(left, right, steps, out, false);
-                }
-                turn = 1 - turn;
-                if let Some((p, r)) = last {
-                    let sums = &mut sums[(p * rows + r) * LANES..][..ROWS * LANES];
-                    finish::<V, S>(v, &buffers[turn].0, &prepared[p], &acts[r..r + ROWS], sums);
+                for step in 0..4 {
+                    if S::INTEGERS {
+                        // Low and high, a step of four.
+                        let right = Right { data: &cell.right.0[step * TILE..], stride: 4 * TILE };
+                        match step {
+                            0 => tiles.begin_i8(left(step), right, &mut buffer.0[0]),
+                            _ => tiles.step_i8(left(step), right),
+                        }
+                    } else {
+                        // Two groups: a product of its own.
+                        let right = Right { data: &cell.right.0[2 * step * TILE..], stride: TILE };
+                        tiles.begin_i8(left(step), right, &mut buffer.0[(step + 3) % 4]);
+                    }
+                    // The cell before, a quarter of its rows beside each step; or all of them, as their sums are
+                    // overwritten by the next.
+                    let rows_now = match (S::INTEGERS, step) {
+                        (true, _) => 8 * step..8 * step + 8,
+                        (false, 0) => 0..ROWS,
+                        (false, _) => 0..0,
+                    };
+                    if let Some((p, r)) = last {
+                        let at = (p * rows + r) * LANES;
+                        let sums = &mut sums[at..at + ROWS * LANES];
+                        finish::<V, S>(v, &buffer.0, rows_now, &prepared[p], &acts[r..r + ROWS], sums);
+                    }
+                    // A tile's load waits for sixteen lines; nothing but this asks for them ahead.
+                    let next = r + ROWS + 8 * step;
+                    if p == 0 && next < rows {
+                        vectors.prefetch(&acts[next..next + 8]);
+                    }
                 }
                 last = Some((p, r));
             }
         }
         if let Some((p, r)) = last {
-            let sums = &mut sums[(p * rows + r) * LANES..][..ROWS * LANES];
-            finish::<V, S>(v, &buffers[1 - turn].0, &prepared[p], &acts[r..r + ROWS], sums);
+            tiles.end_i8(&mut buffer.0[if S::INTEGERS { 0 } else { 3 }]);
+            let at = (p * rows + r) * LANES;
+            let sums = &mut sums[at..at + ROWS * LANES];
+            finish::<V, S>(v, &buffer.0, 0..ROWS, &prepared[p], &acts[r..r + ROWS], sums);
         }
     }
 }
 
-/// The f32 steps on a product's integers.
+/// The f32 steps on a cell's integers, for some of its rows.
 #[inline(always)]
 fn finish<V: Integers, S: Scales>(
     v: V,
-    product: &[i32; 4 * SUMS],
+    product: &[[i32; SUMS]; 4],
+    rows: Range<usize>,
     of: &Prepared<'_, V>,
     acts: &[Activations],
     sums: &mut [f32],
 ) {
     let cell = of.cell;
-    let (mut d, mut m) = ([v.splat_f32(0.0); 8], [v.splat_f32(0.0); 8]);
-    let shared = if S::INTEGERS { cell.shared } else { cell.scales };
-    for (g, scales) in shared.chunks_exact(2 * LANES * (1 + usize::from(S::MIN))).enumerate().take(8) {
-        d[g] = v.halves(scales);
-        if S::MIN {
-            m[g] = v.halves(&scales[2 * LANES..]);
-        }
-    }
-    for ((r, acts), sum) in acts.iter().enumerate().zip(sums.chunks_exact_mut(LANES)) {
-        let row = &product[r * 2 * LANES..];
-        let mut t = v.splat_f32(0.0);
-        if S::INTEGERS {
+    if S::INTEGERS {
+        let d = v.halves(cell.shared);
+        let m = if S::MIN { v.halves(&cell.shared[2 * LANES..]) } else { d };
+        let product = product[0][rows.start * 2 * LANES..rows.end * 2 * LANES].chunks_exact(2 * LANES);
+        let sums = sums[rows.start * LANES..rows.end * LANES].chunks_exact_mut(LANES);
+        for ((row, acts), sum) in product.zip(&acts[rows]).zip(sums) {
             let whole = v.mul_add(v.load_i32(&row[LANES..]), v.splat(256), v.load_i32(row));
-            t = v.mul(d[0], v.float(whole));
+            let mut t = v.mul(d, v.float(whole));
             if S::MIN {
-                let mut minima = v.splat_f32(0.0);
-                for j in 0..8 * S::SUBS {
-                    minima = v.fma(of.minima[j], v.splat_f32(acts.sum(j)), minima);
+                let mut minima = v.splat(0);
+                for j in 0..4 * S::SUBS {
+                    minima = v.pairs(minima, of.minima[j], acts.pairs[j]);
                 }
-                t = v.fnma(m[0], minima, t);
+                // Exact, as the sum stays below 2^24.
+                t = v.fnma(m, v.float(minima), t);
             }
-        } else {
-            for g in 0..8 {
-                if g < cell.groups {
-                    t = v.fma(d[g], v.float(v.load_i32(&row[g / 2 * SUMS + g % 2 * LANES..])), t);
-                    if S::MIN {
-                        t = v.fma(m[g], v.splat_f32(acts.sum(g)), t);
-                    }
+            v.store(v.fma(t, v.splat_f32(acts.scale), v.load(sum)), sum);
+        }
+        return;
+    }
+    // As many rows at a time as there are registers for.
+    for half in rows.start / LANES..rows.end / LANES {
+        let acts: &[Activations; LANES] = acts[half * LANES..].first_chunk().expect("16 rows");
+        let mut t = [v.splat_f32(0.0); LANES];
+        for (g, scales) in cell.scales.chunks_exact(S::bytes()).enumerate().take(8) {
+            let product = &product[g / 2][half * SUMS / 2 + g % 2 * LANES..][..SUMS / 2 - LANES];
+            let d = v.halves(scales);
+            for r in 0..LANES {
+                t[r] = v.fma(d, v.float(v.load_i32(&product[r * 2 * LANES..])), t[r]);
+            }
+            if S::MIN {
+                let m = v.halves(&scales[2 * LANES..]);
+                for r in 0..LANES {
+                    t[r] = v.fma(m, v.splat_f32(acts[r].sum(g)), t[r]);
                 }
             }
         }
-        v.store(v.fma(t, v.splat_f32(acts.scale), v.load(sum)), sum);
+        let sums = &mut sums[half * LANES * LANES..][..LANES * LANES];
+        for r in 0..LANES {
+            let sum = &mut sums[r * LANES..][..LANES];
+            v.store(v.fma(t[r], v.splat_f32(acts[r].scale), v.load(sum)), sum);
+        }
     }
 }
