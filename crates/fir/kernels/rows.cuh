@@ -33,6 +33,7 @@ template <class T>
 struct PerRow {
   const T* each;
   T one;
+  u32 unused;
   __device__ __forceinline__ T get(i64 row) const { return each ? each[row] : one; }
 };
 

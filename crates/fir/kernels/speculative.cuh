@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(kThreads, kResident ? kBlocks : 2) tree(const 
     u32 length = 1, links = 0;
     i32 tried = 0;
     if (writes) t.accept(0, 0);
-    while (length < p.depth) {
+    while (length < p.depth && p.n > 0) {
       const float coin = p.coins ? p.coins[t.b * p.coin_stride[0] + last * p.coin_stride[1]] : uniform(p.rng, b, u32(last));
       double sum = 0.0;
       tried = 0;

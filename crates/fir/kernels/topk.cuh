@@ -12,8 +12,8 @@
 // needs  sm_80; clusters from sm_90
 //
 // reads  x, once where kResident; page ids only where a chosen place needs them, rows and columns clamped to the table
-// writes values, indices, raw: all k of a row (-inf and -1 behind the last number); bad: the least row with a page id that is
-//        negative or whose place is no i32 (that place becomes -1)
+// writes values, indices, raw: all k of a row (-inf and -1 behind the last number; -1 also where a page id is negative or its
+//        place is no i32)
 // twins  src/cpu/topk.rs, src/reference/topk.rs: the same places on every run and device
 #pragma once
 #include <fir/select.cuh>
@@ -32,7 +32,6 @@ struct TopKParams {
   const i32 *offsets;                          // kRagged
   const i32 *page_table, *requests, *page_starts; // kPaged; the last two may be null: r, and starts
   i64 table_stride;
-  i32* bad; // may be null
   u32 n, k;
   u32 table_rows, table_columns;
   u32 page_shift; // page_size = 1 << page_shift
@@ -116,10 +115,7 @@ __global__ void __launch_bounds__(kThreads, kResident ? kBlocks : 2) top_k(const
       const u32 column = min(first + (place >> p.page_shift), p.table_columns - 1);
       const i64 page = p.page_table[request * p.table_stride + column];
       index = (page << p.page_shift) + (place & ((1u << p.page_shift) - 1));
-      if (page < 0 || index > 0x7fffffff) {
-        index = -1;
-        if (p.bad) atomicMin(p.bad, i32(r));
-      }
+      if (page < 0 || index > 0x7fffffff) index = -1;
     }
     put_index(slot, index);
   };

@@ -1,5 +1,7 @@
 //! [`Call`]: one operator's arguments as addresses, its launches, and the copies of staged tensors.
 
+use bytemuck::Pod;
+
 use super::driver::{Buffer, Grid};
 use super::exec::{Gpu, Kernel, Lane};
 use super::params::{Address, Params};
@@ -67,6 +69,11 @@ impl<'a> Call<'a> {
                 Ok(address)
             }
         }
+    }
+
+    /// Address of a copy of values that the caller has in this process's memory whatever the device. It waits for the copy.
+    pub(crate) fn upload(&mut self, arg: &'static str, values: &[impl Pod]) -> Result<Address> {
+        self.stage(arg, bytemuck::cast_slice(values)).map(|(address, _)| address)
     }
 
     fn on_device(&self, arg: &'static str, ordinal: u32, address: u64) -> Result<Address> {

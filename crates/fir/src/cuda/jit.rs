@@ -11,7 +11,7 @@ pub use super::arch::Arch;
 use super::nvrtc::{Job, Nvrtc};
 use super::params::{Params, Twin};
 use super::source::{self, Hash};
-use super::{activation, norm};
+use super::{activation, norm, sampling, speculative, topk};
 use crate::env;
 use crate::error::{Error, Result};
 
@@ -97,7 +97,7 @@ pub fn on_compile(hook: impl Fn(&str, Arch) + Send + Sync + 'static) -> bool {
 
 /// Every instantiation that an operator may choose: what `fir jit build` compiles.
 pub fn kernels() -> Vec<Source> {
-    [activation::kernels(), norm::kernels()].concat()
+    [activation::kernels(), norm::kernels(), sampling::kernels(), speculative::kernels(), topk::kernels()].concat()
 }
 
 impl Source {

@@ -22,4 +22,7 @@ pub(crate) mod norm;
 mod nvrtc;
 mod params;
 mod rows;
+pub(crate) mod sampling;
 mod source;
+pub(crate) mod speculative;
+pub(crate) mod topk;

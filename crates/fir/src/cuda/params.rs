@@ -11,12 +11,26 @@ use bytemuck::{Pod, Zeroable};
 pub(crate) struct Address(pub(crate) u64);
 
 /// How a field is shown.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug)]
 pub(crate) enum Kind {
     Address,
     F32,
     U32,
     U64,
+    /// So many of one kind.
+    Array(&'static Kind, usize),
+    /// Parameters within parameters.
+    Fields(&'static [Field]),
+}
+
+impl Kind {
+    /// Bytes of an element of an array: no arrays of structs.
+    fn size(self) -> usize {
+        match self {
+            Self::F32 | Self::U32 => 4,
+            _ => 8,
+        }
+    }
 }
 
 /// A field of a struct of parameters.
@@ -41,6 +55,19 @@ macro_rules! scalars {
 }
 scalars! { Address => Address, f32 => F32, u32 => U32, u64 => U64 }
 
+macro_rules! arrays {
+    ($($t:ty, $n:literal);*) => {$(
+        impl Scalar for [$t; $n] {
+            const KIND: Kind = Kind::Array(&<$t>::KIND, $n);
+        }
+    )*};
+}
+arrays! { u32, 5; u64, 2; u64, 10 }
+
+impl<P: Params> Scalar for P {
+    const KIND: Kind = Kind::Fields(P::FIELDS);
+}
+
 /// A kernel's parameter.
 pub(crate) trait Params: Pod {
     /// Its C++ type.
@@ -63,11 +90,21 @@ impl Twin {
 
     /// C++ text that fails to compile unless the twins agree.
     pub(crate) fn assertions(&self) -> String {
-        let mut text = format!("static_assert(sizeof({}) == {}, \"size\");\n", self.cpp, self.size);
-        for Field { name, offset, .. } in self.fields {
+        let size = format!("static_assert(sizeof({}) == {}, \"size\");\n", self.cpp, self.size);
+        size + &self.offsets(self.fields, "", 0)
+    }
+
+    /// Assertions of `fields` that begin at `start`, in the member `path`.
+    fn offsets(&self, fields: &[Field], path: &str, start: usize) -> String {
+        let mut text = String::new();
+        for Field { name, offset, kind } in fields {
+            let (name, offset) = (format!("{path}{name}"), start + offset);
             // NVRTC has no offsetof; this is what one is made of in its front end.
             let at = format!("__INTADDR__(&static_cast<{}*>(nullptr)->{name})", self.cpp);
             text += &format!("static_assert({at} == {offset}, \"{name}\");\n");
+            if let Kind::Fields(inner) = kind {
+                text += &self.offsets(inner, &format!("{name}."), offset);
+            }
         }
         text
     }
@@ -97,18 +134,22 @@ macro_rules! params {
 pub(crate) use params;
 
 /// The fields of `bytes` as text; `name` turns an address into the argument that it lies in.
-pub(crate) fn show(bytes: &[u8], fields: &[Field], name: impl Fn(u64) -> String) -> String {
-    let mut text = Vec::new();
-    for field in fields {
-        let rest = &bytes[field.offset..];
-        let word = |n: usize| rest[..n].iter().rev().fold(0u64, |sum, &b| sum << 8 | u64::from(b));
-        let value = match field.kind {
-            Kind::Address => name(word(8)),
-            Kind::F32 => f32::from_bits(word(4) as u32).to_string(),
-            Kind::U32 => word(4).to_string(),
-            Kind::U64 => word(8).to_string(),
-        };
-        text.push(format!("{} {value}", field.name));
+pub(crate) fn show(bytes: &[u8], fields: &[Field], name: &dyn Fn(u64) -> String) -> String {
+    let text = |f: &Field| format!("{} {}", f.name, show_value(&bytes[f.offset..], f.kind, name));
+    fields.iter().map(text).collect::<Vec<_>>().join(", ")
+}
+
+fn show_value(bytes: &[u8], kind: Kind, name: &dyn Fn(u64) -> String) -> String {
+    let word = |n: usize| bytes[..n].iter().rev().fold(0u64, |sum, &b| sum << 8 | u64::from(b));
+    match kind {
+        Kind::Address => name(word(8)),
+        Kind::F32 => f32::from_bits(word(4) as u32).to_string(),
+        Kind::U32 => word(4).to_string(),
+        Kind::U64 => word(8).to_string(),
+        Kind::Array(of, n) => {
+            let all: Vec<_> = (0..n).map(|i| show_value(&bytes[i * of.size()..], *of, name)).collect();
+            format!("[{}]", all.join(", "))
+        }
+        Kind::Fields(fields) => format!("{{{}}}", show(bytes, fields, name)),
     }
-    text.join(", ")
 }

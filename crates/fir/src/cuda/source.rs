@@ -3,11 +3,18 @@
 /// Files by their path under `kernels/`, which is their name in `#include <fir/…>`.
 pub(crate) const FILES: &[(&str, &str)] = &[
     ("activation.cuh", include_str!("../../kernels/activation.cuh")),
+    ("base/cluster.cuh", include_str!("../../kernels/base/cluster.cuh")),
     ("base/math.cuh", include_str!("../../kernels/base/math.cuh")),
     ("base/reduce.cuh", include_str!("../../kernels/base/reduce.cuh")),
     ("base/types.cuh", include_str!("../../kernels/base/types.cuh")),
     ("base/vec.cuh", include_str!("../../kernels/base/vec.cuh")),
     ("norm.cuh", include_str!("../../kernels/norm.cuh")),
+    ("philox.cuh", include_str!("../../kernels/philox.cuh")),
+    ("rows.cuh", include_str!("../../kernels/rows.cuh")),
+    ("sampling.cuh", include_str!("../../kernels/sampling.cuh")),
+    ("select.cuh", include_str!("../../kernels/select.cuh")),
+    ("speculative.cuh", include_str!("../../kernels/speculative.cuh")),
+    ("topk.cuh", include_str!("../../kernels/topk.cuh")),
 ];
 
 /// `file` and all that it includes, each once, in the order of [`FILES`].

@@ -10,9 +10,17 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use fir::exec::Arch;
 use fir::jit::{self, Cubin, Origin, Source};
 
-/// Most registers of a thread, by family, on sm_90a; none may spill there. A kernel of 256 threads with 32 registers fills a
-/// multiprocessor, one with 64 fills half of it.
-const REGISTERS: &[(&str, u32)] = &[("activation", 48), ("norm", 64)];
+/// Most registers of a thread on sm_90a, and most bytes that its code may store for want of more (on any architecture), by
+/// family. A kernel of 256 threads with 32 registers fills a multiprocessor, one with 64 fills half of it. Families whose rows
+/// stay in shared memory have three blocks of 512 threads on one, so that one row's barriers hide behind another's loads:
+/// they spill numbers of the whole row, outside of the loops over its elements.
+const BUDGETS: &[(&str, u32, u32)] =
+    &[("activation", 48, 0), ("norm", 64, 0), ("sampling", 64, 192), ("speculative", 64, 96), ("topk", 64, 256)];
+
+fn budget(family: &str) -> (u32, u32) {
+    let found = BUDGETS.iter().find(|b| b.0 == family).unwrap_or_else(|| panic!("{family} has no budget"));
+    (found.1, found.2)
+}
 
 /// Whether there is a compiler; says so when not, and fails when there must be one.
 #[expect(clippy::print_stderr, reason = "a skip must be seen")]
@@ -60,15 +68,14 @@ fn every_kernel_compiles_for_sm_90a_within_its_budget() {
                 continue;
             }
         };
-        let budget = REGISTERS.iter().find(|(family, _)| *family == source.family());
-        let (_, budget) = budget.unwrap_or_else(|| panic!("{} has no budget of registers", source.family()));
-        if usage.registers > *budget || usage.spilled > 0 || usage.registers == 0 {
-            faults.push(format!("{}: {usage:?}, budget {budget} registers", source.name()));
+        let (registers, spilled) = budget(source.family());
+        if usage.registers > registers || usage.spilled > spilled || usage.registers == 0 {
+            faults.push(format!("{}: {usage:?}, budget {registers} registers, {spilled} bytes", source.name()));
         }
-        let max: &mut u32 = most.entry(source.family()).or_default();
-        *max = usage.registers.max(*max);
+        let max: &mut (u32, u32) = most.entry(source.family()).or_default();
+        *max = (usage.registers.max(max.0), usage.spilled.max(max.1));
     }
-    println!("{} kernels; most registers: {most:?}", jobs.len());
+    println!("{} kernels; most registers and bytes spilled: {most:?}", jobs.len());
     assert!(faults.is_empty(), "{}", faults.join("\n"));
 }
 
@@ -83,8 +90,8 @@ fn one_kernel_of_each_file_compiles_for_every_architecture() {
     let chosen = families.into_values().chain(fp8);
     let jobs: Vec<_> = chosen.flat_map(|k| Arch::ALL.map(|arch| (k.clone(), arch))).collect();
     for (source, arch, result) in compile_all(&jobs) {
-        let spilled = result.unwrap_or_else(|e| panic!("{e}")).usage.spilled;
-        assert_eq!(spilled, 0, "{} for {arch}", source.name());
+        let usage = result.unwrap_or_else(|e| panic!("{e}")).usage;
+        assert!(usage.spilled <= budget(source.family()).1, "{} for {arch}: {usage:?}", source.name());
     }
 }
 
