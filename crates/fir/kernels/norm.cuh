@@ -203,7 +203,8 @@ __global__ void __launch_bounds__(kVecs == 0 || kVecs == 4 ? 512 : 256, kMinBloc
           sum += row.template moment<false>(row.load_x(at), row.load_residual(at), at, 0.f);
         }
       }
-      mean = row_sum(sum, p.width, scratch) * p.inverse_hidden;
+      // Divided: what 1 / hidden is off by would be that much of the mean, which may be far larger than what is left.
+      mean = __fdiv_rn(row_sum(sum, p.width, scratch), float(p.hidden));
       sum = 0.f;
       repack_all(cx, cr);
     }

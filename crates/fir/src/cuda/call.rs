@@ -1,5 +1,7 @@
 //! [`Call`]: one operator's arguments as addresses, its launches, and the copies of staged tensors.
 
+use bytemuck::Pod;
+
 use super::driver::{Buffer, Grid};
 use super::exec::{Gpu, Kernel, Lane};
 use super::params::{Address, Params};
@@ -69,9 +71,9 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// Address of a copy of `bytes` from the host, which the call keeps; waits for the stream.
-    pub(crate) fn upload(&mut self, arg: &'static str, bytes: &[u8]) -> Result<Address> {
-        self.stage(arg, bytes).map(|(address, _)| address)
+    /// Address of a copy of values that the caller has in this process's memory whatever the device. It waits for the copy.
+    pub(crate) fn upload(&mut self, arg: &'static str, values: &[impl Pod]) -> Result<Address> {
+        self.stage(arg, bytemuck::cast_slice(values)).map(|(address, _)| address)
     }
 
     fn on_device(&self, arg: &'static str, ordinal: u32, address: u64) -> Result<Address> {

@@ -53,7 +53,7 @@ impl Recorder {
         if early {
             shape += ", early";
         }
-        let params = params::show(bytes, &source.params, name);
+        let params = params::show(bytes, &source.params, &name);
         let launch = Launch { op, kernel: source.name.clone(), shape, params };
         self.0.lock().unwrap_or_else(|e| e.into_inner()).push(launch);
     }

@@ -11,7 +11,7 @@ pub use super::arch::Arch;
 use super::nvrtc::{Job, Nvrtc};
 use super::params::{Params, Twin};
 use super::source::{self, Hash};
-use super::{activation, attention, norm, page, quantize, rope, tokens};
+use super::{activation, attention, norm, page, quantize, rope, sampling, speculative, tokens, topk};
 use crate::env;
 use crate::error::{Error, Result};
 
@@ -104,7 +104,10 @@ pub fn kernels() -> Vec<Source> {
         page::kernels(),
         quantize::kernels(),
         rope::kernels(),
+        sampling::kernels(),
+        speculative::kernels(),
         tokens::kernels(),
+        topk::kernels(),
     ]
     .concat()
 }

@@ -26,5 +26,8 @@ mod params;
 pub(crate) mod quantize;
 pub(crate) mod rope;
 mod rows;
+pub(crate) mod sampling;
 mod source;
+pub(crate) mod speculative;
 pub(crate) mod tokens;
+pub(crate) mod topk;

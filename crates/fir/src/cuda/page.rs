@@ -47,7 +47,7 @@ pub(crate) fn batch_indices_positions<'a>(
     let (lens, lens_stride, wide) = integers(&mut call, "seq_lens", lens)?;
     let (first_stride, second_stride) = (requests.strides()[0] as u64, positions.strides()[0] as u64);
     let params = PageParams {
-        indptr: call.upload("indptr", bytemuck::cast_slice(indptr.indptr()))?,
+        indptr: call.upload("indptr", indptr.indptr())?,
         lens,
         first: call.write("batch_indices", requests)?,
         second: call.write("positions", positions)?,
@@ -76,7 +76,7 @@ pub(crate) fn seq_lens<'a>(
     let (lens, lens_stride, wide) = integers(&mut call, "last_page_len", last_page_len)?;
     let first_stride = out.strides()[0] as u64;
     let params = PageParams {
-        indptr: call.upload("indptr", bytemuck::cast_slice(indptr.indptr()))?,
+        indptr: call.upload("indptr", indptr.indptr())?,
         lens,
         first: call.write("out", out)?,
         second: Address::default(),

@@ -13,7 +13,7 @@ use bytemuck::{Pod, Zeroable};
 pub(crate) struct Address(pub(crate) u64);
 
 /// How a field is shown.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug)]
 pub(crate) enum Kind {
     Address,
     F32,
@@ -21,6 +21,20 @@ pub(crate) enum Kind {
     I32,
     U32,
     U64,
+    /// So many of one kind.
+    Array(&'static Kind, usize),
+    /// Parameters within parameters.
+    Fields(&'static [Field]),
+}
+
+impl Kind {
+    /// Bytes of an element of an array: no arrays of structs.
+    fn size(self) -> usize {
+        match self {
+            Self::F32 | Self::I32 | Self::U32 => 4,
+            _ => 8,
+        }
+    }
 }
 
 /// A field of a struct of parameters; its name is how C++ reaches it, as in `out.lse`.
@@ -44,6 +58,19 @@ macro_rules! scalars {
     )*};
 }
 scalars! { Address => Address, f32 => F32, f64 => F64, i32 => I32, u32 => U32, u64 => U64 }
+
+macro_rules! arrays {
+    ($($t:ty, $n:literal);*) => {$(
+        impl Scalar for [$t; $n] {
+            const KIND: Kind = Kind::Array(&<$t>::KIND, $n);
+        }
+    )*};
+}
+arrays! { u32, 5; u64, 2; u64, 10 }
+
+impl<P: Params> Scalar for P {
+    const KIND: Kind = Kind::Fields(P::FIELDS);
+}
 
 /// A kernel's parameter.
 pub(crate) trait Params: Pod {
@@ -76,12 +103,19 @@ impl Twin {
     /// C++ text that fails to compile unless the twins agree.
     pub(crate) fn assertions(&self) -> String {
         let mut text = format!("static_assert(sizeof({}) == {}, \"size\");\n", self.cpp, self.size);
-        for (name, offset, _) in self.all() {
-            // NVRTC has no offsetof; this is what one is made of in its front end.
-            let at = format!("__INTADDR__(&static_cast<{}*>(nullptr)->{name})", self.cpp);
-            text += &format!("static_assert({at} == {offset}, \"{name}\");\n");
+        for (name, offset, kind) in self.all() {
+            self.assert(name, offset, kind, &mut text);
         }
         text
+    }
+
+    fn assert(&self, name: &str, offset: usize, kind: Kind, text: &mut String) {
+        // NVRTC has no offsetof; this is what one is made of in its front end.
+        let at = format!("__INTADDR__(&static_cast<{}*>(nullptr)->{name})", self.cpp);
+        *text += &format!("static_assert({at} == {offset}, \"{name}\");\n");
+        if let Kind::Fields(inner) = kind {
+            inner.iter().for_each(|f| self.assert(&format!("{name}.{}", f.name), offset + f.offset, f.kind, text));
+        }
     }
 }
 
@@ -112,20 +146,34 @@ macro_rules! params {
 pub(crate) use params;
 
 /// The fields of `bytes` as text; `name` turns an address into the argument that it lies in.
-pub(crate) fn show(bytes: &[u8], twin: &Twin, name: impl Fn(u64) -> String) -> String {
-    let mut text = Vec::new();
-    for (field, offset, kind) in twin.all() {
-        let rest = &bytes[offset..];
-        let word = |n: usize| rest[..n].iter().rev().fold(0u64, |sum, &b| sum << 8 | u64::from(b));
-        let value = match kind {
-            Kind::Address => name(word(8)),
-            Kind::F32 => f32::from_bits(word(4) as u32).to_string(),
-            Kind::F64 => f64::from_bits(word(8)).to_string(),
-            Kind::I32 => (word(4) as i32).to_string(),
-            Kind::U32 => word(4).to_string(),
-            Kind::U64 => word(8).to_string(),
-        };
-        text.push(format!("{field} {value}"));
+pub(crate) fn show(bytes: &[u8], twin: &Twin, name: &dyn Fn(u64) -> String) -> String {
+    show_fields(bytes, twin.all(), name)
+}
+
+fn show_fields<'a>(
+    bytes: &[u8],
+    fields: impl Iterator<Item = (&'a str, usize, Kind)>,
+    name: &dyn Fn(u64) -> String,
+) -> String {
+    let all = fields.map(|(field, offset, kind)| format!("{field} {}", show_value(&bytes[offset..], kind, name)));
+    all.collect::<Vec<_>>().join(", ")
+}
+
+fn show_value(bytes: &[u8], kind: Kind, name: &dyn Fn(u64) -> String) -> String {
+    let word = |n: usize| bytes[..n].iter().rev().fold(0u64, |sum, &b| sum << 8 | u64::from(b));
+    match kind {
+        Kind::Address => name(word(8)),
+        Kind::F32 => f32::from_bits(word(4) as u32).to_string(),
+        Kind::F64 => f64::from_bits(word(8)).to_string(),
+        Kind::I32 => (word(4) as i32).to_string(),
+        Kind::U32 => word(4).to_string(),
+        Kind::U64 => word(8).to_string(),
+        Kind::Array(of, n) => {
+            let all: Vec<_> = (0..n).map(|i| show_value(&bytes[i * of.size()..], *of, name)).collect();
+            format!("[{}]", all.join(", "))
+        }
+        Kind::Fields(fields) => {
+            format!("{{{}}}", show_fields(bytes, fields.iter().map(|f| (f.name, f.offset, f.kind)), name))
+        }
     }
-    text.join(", ")
 }

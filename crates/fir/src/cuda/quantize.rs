@@ -479,7 +479,7 @@ pub(crate) fn packbits<'a>(
     let (indptr, segments) = match segments {
         Some((bits, bytes)) => {
             let both = [bits, bytes].concat();
-            (call.upload("indptr", bytemuck::cast_slice(&both))?, bits.len() as u32 - 1)
+            (call.upload("indptr", &both)?, bits.len() as u32 - 1)
         }
         None => (Address::default(), 0),
     };

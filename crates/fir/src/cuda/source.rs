@@ -13,6 +13,7 @@ pub(crate) const FILES: &[(&str, &str)] = &[
     ("attention/softmax.cuh", include_str!("../../kernels/attention/softmax.cuh")),
     ("attention/state.cuh", include_str!("../../kernels/attention/state.cuh")),
     ("attention/variant.cuh", include_str!("../../kernels/attention/variant.cuh")),
+    ("base/cluster.cuh", include_str!("../../kernels/base/cluster.cuh")),
     ("base/cp_async.cuh", include_str!("../../kernels/base/cp_async.cuh")),
     ("base/fp4.cuh", include_str!("../../kernels/base/fp4.cuh")),
     ("base/math.cuh", include_str!("../../kernels/base/math.cuh")),
@@ -22,9 +23,15 @@ pub(crate) const FILES: &[(&str, &str)] = &[
     ("base/vec.cuh", include_str!("../../kernels/base/vec.cuh")),
     ("norm.cuh", include_str!("../../kernels/norm.cuh")),
     ("page.cuh", include_str!("../../kernels/page.cuh")),
+    ("philox.cuh", include_str!("../../kernels/philox.cuh")),
     ("quantize.cuh", include_str!("../../kernels/quantize.cuh")),
     ("rope.cuh", include_str!("../../kernels/rope.cuh")),
+    ("rows.cuh", include_str!("../../kernels/rows.cuh")),
+    ("sampling.cuh", include_str!("../../kernels/sampling.cuh")),
+    ("select.cuh", include_str!("../../kernels/select.cuh")),
+    ("speculative.cuh", include_str!("../../kernels/speculative.cuh")),
     ("tokens.cuh", include_str!("../../kernels/tokens.cuh")),
+    ("topk.cuh", include_str!("../../kernels/topk.cuh")),
 ];
 
 /// `file` and all that it includes, each once, in the order of [`FILES`].

@@ -89,7 +89,7 @@ impl Frequencies {
         let (mut more, mut first) = (Address::default(), [0.0; INLINE]);
         match first.get_mut(..all.len()) {
             Some(first) => first.copy_from_slice(all),
-            None => more = call.upload("frequencies", bytemuck::cast_slice(all))?,
+            None => more = call.upload("frequencies", all)?,
         }
         Ok(Self { more, fastest: all.iter().fold(0.0, |m: f64, f| m.max(f.abs())), first })
     }
@@ -397,7 +397,7 @@ impl<'a> Rotation<'a> {
             Positions::Ragged { indptr, offsets } => {
                 (angles.positions, angles.position_stride, angles.wide) = integers(call, "offsets", offsets)?;
                 angles.batch = indptr.batch() as u32;
-                angles.indptr = call.upload("indptr", bytemuck::cast_slice(indptr.indptr()))?;
+                angles.indptr = call.upload("indptr", indptr.indptr())?;
             }
         }
         Ok(angles)
@@ -432,7 +432,7 @@ impl<'a> Pages<'a> {
                     start += table.pages(r).len() as u32;
                 }
                 words.extend((0..table.batch()).flat_map(|r| table.pages(r)).map(|&page| page as u32));
-                slots.table = call.upload("table", bytemuck::cast_slice(&words))?;
+                slots.table = call.upload("table", &words)?;
             }
         }
         Ok(slots)

@@ -15,13 +15,21 @@
 //! Weights need not sum to 1. Negative and zero ones are never drawn. A row that is no distribution (a NaN; an infinite
 //! or no positive mass; logits of -inf alone) gives token 0 and `valid` false. A logit of +inf takes all the mass, in
 //! equal parts if there are several.
+//!
+//! On CUDA a value for each row ([`PerRow::Each`]) is copied to the device by the call, which waits for that; ids in the
+//! device's memory are not looked at before the launch, and one out of range counts as the nearest in it. The draws are
+//! the CPU's but where two sums, in another order, fall on different sides of `u · Σ w`.
 
 use crate::cpu;
 use crate::cpu::sampling::{Keep, Kind};
+#[cfg(feature = "cuda")]
+use crate::cuda;
 use crate::error::{Error, Result};
 use crate::exec::Exec;
 pub use crate::filters::{FilterOrder, Filters, PerRow};
 pub use crate::philox::RngState;
+#[cfg(feature = "cuda")]
+use crate::tensor::Place;
 use crate::tensor::{DType, Dims, TensorMut, TensorRef};
 
 /// Where a sampler's randomness comes from and where its tokens go.
@@ -62,7 +70,11 @@ pub fn softmax(exec: &Exec, logits: TensorRef<'_>, temperature: PerRow<'_, f32>,
     check_float(OP, "logits", logits.dtype())?;
     check_dtype(OP, "out", out.dtype(), DType::F32)?;
     check_temperature(OP, temperature, dims.get("batch"))?;
-    cpu::sampling::softmax(exec.cpu_only(OP)?, logits, temperature, out)
+    match exec {
+        Exec::Cpu(cpu) => cpu::sampling::softmax(cpu, logits, temperature, out),
+        #[cfg(feature = "cuda")]
+        Exec::Cuda(gpu) => cuda::sampling::softmax(gpu, logits, temperature, out),
+    }
 }
 
 /// Draws a token for each row of probabilities: `P(out[b] = i) = probs[b, i] / Σ_j probs[b, j]`.
@@ -169,7 +181,11 @@ pub fn sample(exec: &Exec, logits: TensorRef<'_>, filters: Filters<'_>, draw: Dr
 pub fn top_k_renorm(exec: &Exec, probs: TensorRef<'_>, top_k: PerRow<'_, u32>, out: TensorMut<'_>) -> Result<()> {
     const OP: &str = "top_k_renorm";
     check_top_k(OP, top_k, check_renorm(OP, &probs, &out)?)?;
-    cpu::sampling::renorm(exec.cpu_only(OP)?, OP, probs, Keep::TopK(top_k), out)
+    match exec {
+        Exec::Cpu(cpu) => cpu::sampling::renorm(cpu, OP, probs, Keep::TopK(top_k), out),
+        #[cfg(feature = "cuda")]
+        Exec::Cuda(gpu) => cuda::sampling::top_k_renorm(gpu, OP, probs, top_k, out),
+    }
 }
 
 /// Keeps the fewest largest probabilities of each row that reach the share `top_p` of its mass, and all equal to the
@@ -184,7 +200,11 @@ pub fn top_k_renorm(exec: &Exec, probs: TensorRef<'_>, top_k: PerRow<'_, u32>, o
 pub fn top_p_renorm(exec: &Exec, probs: TensorRef<'_>, top_p: PerRow<'_, f32>, out: TensorMut<'_>) -> Result<()> {
     const OP: &str = "top_p_renorm";
     check_top_p(OP, top_p, check_renorm(OP, &probs, &out)?)?;
-    cpu::sampling::renorm(exec.cpu_only(OP)?, OP, probs, Keep::TopP(top_p), out)
+    match exec {
+        Exec::Cpu(cpu) => cpu::sampling::renorm(cpu, OP, probs, Keep::TopP(top_p), out),
+        #[cfg(feature = "cuda")]
+        Exec::Cuda(gpu) => cuda::sampling::top_p_renorm(gpu, OP, probs, top_p, out),
+    }
 }
 
 /// Keeps the `top_k` largest logits of each row, and all equal to the last of them; the others become -inf.
@@ -203,7 +223,11 @@ pub fn top_k_mask_logits(exec: &Exec, logits: TensorRef<'_>, top_k: PerRow<'_, u
     check_dtype(OP, "out", out.dtype(), logits.dtype())?;
     check_vocab(OP, dims.get("vocab"))?;
     check_top_k(OP, top_k, dims.get("batch"))?;
-    cpu::sampling::top_k_mask_logits(exec.cpu_only(OP)?, logits, top_k, out)
+    match exec {
+        Exec::Cpu(cpu) => cpu::sampling::top_k_mask_logits(cpu, logits, top_k, out),
+        #[cfg(feature = "cuda")]
+        Exec::Cuda(gpu) => cuda::sampling::top_k_mask_logits(gpu, OP, logits, top_k, out),
+    }
 }
 
 fn run(
@@ -237,15 +261,39 @@ fn run(
     check_top_p(op, filters.top_p, batch)?;
     check_rows(op, "min_p", filters.min_p, batch, "a number in [0, 1]", |p| (0.0..=1.0).contains(p))?;
     check_rows(op, "rng", rng, batch, "any", |_| true)?;
-    let indices = match indices {
-        None => None,
-        Some(indices) => {
-            dims.bind("indices", &indices, &["batch"])?;
-            Some(check_ids(op, "indices", indices, x.shape()[0])?)
+    if let Some(indices) = &indices {
+        dims.bind("indices", indices, &["batch"])?;
+    }
+    match exec {
+        Exec::Cpu(cpu) => {
+            let indices = indices.map(|ids| check_ids(op, "indices", ids, x.shape()[0])).transpose()?;
+            cpu::sampling::sample(cpu, cpu::sampling::Sample { op, kind, x, indices, filters, rng, out, valid })
         }
-    };
-    let cpu = exec.cpu_only(op)?;
-    cpu::sampling::sample(cpu, cpu::sampling::Sample { op, kind, x, indices, filters, rng, out, valid })
+        #[cfg(feature = "cuda")]
+        Exec::Cuda(gpu) => {
+            if let Some(ids) = indices {
+                check_host_ids(op, "indices", ids, x.shape()[0])?;
+            }
+            let logits = kind == Kind::Logits;
+            cuda::sampling::sample(gpu, cuda::sampling::Sample { op, logits, x, indices, filters, rng, out, valid })
+        }
+    }
+}
+
+/// As [`check_ids`], of what the host can see: a kernel keeps ids of its device's memory within bounds itself.
+#[cfg(feature = "cuda")]
+pub(super) fn check_host_ids(op: &'static str, arg: &'static str, ids: TensorRef<'_>, end: usize) -> Result<()> {
+    check_id_type(op, arg, ids.dtype())?;
+    if on_host(&[Some(ids)]) {
+        check_ids(op, arg, ids, end)?;
+    }
+    Ok(())
+}
+
+/// Whether the host can see all of them.
+#[cfg(feature = "cuda")]
+pub(super) fn on_host(tensors: &[Option<TensorRef<'_>>]) -> bool {
+    tensors.iter().flatten().all(|x| x.place() == Place::Host)
 }
 
 /// The ids of a tensor, all of them below `end`.

@@ -2,11 +2,16 @@
 //!
 //! A verified row gives what sampling from the target's distributions would have given: tokens are accepted with the
 //! probability that the target has for them, and after the first rejection a token is drawn from what the accepted
-//! cases left of the target's distribution. Draws and rows that are no distribution are as in [`super::sampling`].
+//! cases left of the target's distribution. Draws and rows that are no distribution are as in [`super::sampling`]; so are
+//! ids in a device's memory, and a link to what is no node there counts as none.
 
 use super::sampling::{PerRow, RngState, check_dtype, check_id_type, check_ids, check_rows, check_vocab};
+#[cfg(feature = "cuda")]
+use super::sampling::{check_host_ids, on_host};
 use crate::cpu;
 use crate::cpu::speculative::{Forest, Uniforms};
+#[cfg(feature = "cuda")]
+use crate::cuda;
 use crate::error::{Error, Result};
 use crate::exec::Exec;
 use crate::tensor::{DType, Dims, TensorMut, TensorRef};
@@ -66,11 +71,29 @@ pub fn chain_speculative_sample(exec: &Exec, args: ChainArgs<'_>) -> Result<()> 
     }
     check_vocab(OP, dims.get("vocab"))?;
     check_rows(OP, "rng", args.rng, dims.get("batch"), "any", |_| true)?;
-    let drafts = check_ids(OP, "draft_tokens", args.draft_tokens, dims.get("vocab"))?;
-    let cpu = exec.cpu_only(OP)?;
-    let ChainArgs { draft_probs, target_probs, rng, out, accepted, emitted, valid, .. } = args;
-    let chain = cpu::speculative::Chain { draft_probs, drafts, target_probs, rng };
-    cpu::speculative::chain(cpu, chain, out, accepted, emitted, valid)
+    let ChainArgs { draft_probs, draft_tokens, target_probs, rng, out, accepted, emitted, valid } = args;
+    match exec {
+        Exec::Cpu(cpu) => {
+            let drafts = check_ids(OP, "draft_tokens", draft_tokens, dims.get("vocab"))?;
+            let chain = cpu::speculative::Chain { draft_probs, drafts, target_probs, rng };
+            cpu::speculative::chain(cpu, chain, out, accepted, emitted, valid)
+        }
+        #[cfg(feature = "cuda")]
+        Exec::Cuda(gpu) => {
+            check_host_ids(OP, "draft_tokens", draft_tokens, dims.get("vocab"))?;
+            let chain = cuda::speculative::Chain {
+                draft_probs,
+                draft_tokens,
+                target_probs,
+                rng,
+                out,
+                accepted,
+                emitted,
+                valid,
+            };
+            cuda::speculative::chain(gpu, chain)
+        }
+    }
 }
 
 /// Trees of drafted tokens, one per request, each node with its first child and its next sibling.
@@ -158,7 +181,7 @@ pub fn tree_speculative_sample(exec: &Exec, args: TreeArgs<'_>) -> Result<()> {
     check_dtype(OP, "target_probs", target_probs.dtype(), DType::F32)?;
     let vocab = dims.get("vocab");
     check_vocab(OP, vocab)?;
-    let forest = check_tree(OP, &mut dims, tree, &out, vocab)?;
+    check_tree(OP, &mut dims, tree, &out)?;
     let want = "a number in [0, 1]";
     for (arg, x) in [("threshold_single", threshold_single), ("threshold_acc", threshold_acc)] {
         check_rows(OP, arg, PerRow::One(x), 1, want, |x| (0.0..=1.0).contains(x))?;
@@ -167,28 +190,53 @@ pub fn tree_speculative_sample(exec: &Exec, args: TreeArgs<'_>) -> Result<()> {
         dims.bind("valid", valid, &["batch"])?;
         check_dtype(OP, "valid", valid.dtype(), DType::Bool)?;
     }
-    let coins = match coins {
-        Coins::Rng(rng) => {
-            check_rows(OP, "coins", rng, dims.get("batch"), "any", |_| true)?;
-            Uniforms::Rng(rng)
-        }
+    match coins {
+        Coins::Rng(rng) => check_rows(OP, "coins", rng, dims.get("batch"), "any", |_| true)?,
         Coins::Given { nodes, last } => {
             dims.bind("coins.nodes", &nodes, &["batch", "nodes"])?.bind("coins.last", &last, &["batch"])?;
-            let mut given = [Vec::new(), Vec::new()];
-            for (i, (arg, coins)) in [("coins.nodes", nodes), ("coins.last", last)].into_iter().enumerate() {
-                check_dtype(OP, arg, coins.dtype(), DType::F32)?;
-                given[i] = coins.to_f32_vec()?;
-                let batch = given[i].len();
-                check_rows(OP, arg, PerRow::Each(&given[i]), batch, want, |c| (0.0..=1.0).contains(c))?;
-            }
-            let [nodes, last] = given;
-            Uniforms::Given { nodes, last }
+            check_dtype(OP, "coins.nodes", nodes.dtype(), DType::F32)?;
+            check_dtype(OP, "coins.last", last.dtype(), DType::F32)?;
         }
-    };
-    let cpu = exec.cpu_only(OP)?;
-    let sample = cpu::speculative::TreeSample { forest, target_probs, threshold_single, threshold_acc, coins };
-    let TreeOut { predicts, accept_index, accept_len } = out;
-    cpu::speculative::tree(cpu, sample, [predicts, accept_index, accept_len], valid)
+    }
+    match exec {
+        Exec::Cpu(cpu) => {
+            let forest = read_tree(OP, &dims, tree, vocab)?;
+            let coins = match coins {
+                Coins::Rng(rng) => Uniforms::Rng(rng),
+                Coins::Given { nodes, last } => Uniforms::Given {
+                    nodes: read_coins(OP, "coins.nodes", nodes)?,
+                    last: read_coins(OP, "coins.last", last)?,
+                },
+            };
+            let sample = cpu::speculative::TreeSample { forest, target_probs, threshold_single, threshold_acc, coins };
+            let TreeOut { predicts, accept_index, accept_len } = out;
+            cpu::speculative::tree(cpu, sample, [predicts, accept_index, accept_len], valid)
+        }
+        #[cfg(feature = "cuda")]
+        Exec::Cuda(gpu) => {
+            let tree = tree_on_cuda(OP, &dims, tree, vocab)?;
+            let coins = match coins {
+                Coins::Rng(rng) => cuda::speculative::Uniforms::Rng(rng),
+                Coins::Given { nodes, last } => {
+                    for (arg, coins) in [("coins.nodes", nodes), ("coins.last", last)] {
+                        if on_host(&[Some(coins)]) {
+                            read_coins(OP, arg, coins)?;
+                        }
+                    }
+                    cuda::speculative::Uniforms::Given { nodes, last }
+                }
+            };
+            let sample = cuda::speculative::TreeSample { target_probs, threshold_single, threshold_acc, coins, valid };
+            cuda::speculative::tree(gpu, tree, sample, out_on_cuda(out))
+        }
+    }
+}
+
+/// Coins, each in `[0, 1]`.
+fn read_coins(op: &'static str, arg: &'static str, coins: TensorRef<'_>) -> Result<Vec<f32>> {
+    let coins = coins.to_f32_vec()?;
+    check_rows(op, arg, PerRow::Each(&coins), coins.len(), "a number in [0, 1]", |c| (0.0..=1.0).contains(c))?;
+    Ok(coins)
 }
 
 /// Verifies a tree of drafted tokens for each request against the target's most probable tokens.
@@ -200,15 +248,46 @@ pub fn tree_speculative_sample(exec: &Exec, args: TreeArgs<'_>) -> Result<()> {
 pub fn verify_tree_greedy(exec: &Exec, tree: Tree<'_>, target_tokens: TensorRef<'_>, out: TreeOut<'_>) -> Result<()> {
     const OP: &str = "verify_tree_greedy";
     let mut dims = Dims::of(OP);
-    let forest = check_tree(OP, &mut dims, tree, &out, i32::MAX as usize)?;
+    check_tree(OP, &mut dims, tree, &out)?;
     dims.bind("target_tokens", &target_tokens, &["batch", "nodes"])?;
-    exec.cpu_only(OP)?;
-    let TreeOut { predicts, accept_index, accept_len } = out;
-    cpu::speculative::greedy(forest, target_tokens, [predicts, accept_index, accept_len])
+    check_id_type(OP, "target_tokens", target_tokens.dtype())?;
+    match exec {
+        Exec::Cpu(_) => {
+            let forest = read_tree(OP, &dims, tree, i32::MAX as usize)?;
+            let TreeOut { predicts, accept_index, accept_len } = out;
+            cpu::speculative::greedy(forest, target_tokens, [predicts, accept_index, accept_len])
+        }
+        #[cfg(feature = "cuda")]
+        Exec::Cuda(gpu) => {
+            let tree = tree_on_cuda(OP, &dims, tree, i32::MAX as usize)?;
+            cuda::speculative::greedy(gpu, tree, target_tokens, out_on_cuda(out))
+        }
+    }
 }
 
-/// Checks that the trees are trees whose ids can be followed.
-fn check_tree(op: &'static str, dims: &mut Dims, tree: Tree<'_>, out: &TreeOut<'_>, vocab: usize) -> Result<Forest> {
+/// The trees for a kernel, checked as far as the host can see them.
+#[cfg(feature = "cuda")]
+fn tree_on_cuda<'a>(
+    op: &'static str,
+    dims: &Dims,
+    tree: Tree<'a>,
+    vocab: usize,
+) -> Result<cuda::speculative::Tree<'a>> {
+    let Tree { tokens, retrieve_index: slots, next_token: child, next_sibling: sibling } = tree;
+    if on_host(&[tokens, slots, child, sibling].map(Some)) {
+        read_tree(op, dims, tree, vocab)?;
+    }
+    Ok(cuda::speculative::Tree { tokens, slots, child, sibling })
+}
+
+#[cfg(feature = "cuda")]
+fn out_on_cuda(out: TreeOut<'_>) -> cuda::speculative::TreeOut<'_> {
+    let TreeOut { predicts, accept_index, accept_len } = out;
+    cuda::speculative::TreeOut { predicts, accept_index, accept_len }
+}
+
+/// Checks shapes and types of trees and of the verdict on them.
+fn check_tree(op: &'static str, dims: &mut Dims, tree: Tree<'_>, out: &TreeOut<'_>) -> Result<()> {
     let axes = ["batch", "nodes"];
     let Tree { tokens, retrieve_index, next_token, next_sibling } = tree;
     dims.bind("tokens", &tokens, &axes)?.bind("retrieve_index", &retrieve_index, &axes)?;
@@ -218,12 +297,26 @@ fn check_tree(op: &'static str, dims: &mut Dims, tree: Tree<'_>, out: &TreeOut<'
     check_id_type(op, "predicts", out.predicts.dtype())?;
     check_id_type(op, "accept_index", out.accept_index.dtype())?;
     check_id_type(op, "accept_len", out.accept_len.dtype())?;
-    let (batch, nodes, depth, total) = (dims.get("batch"), dims.get("nodes"), dims.get("depth"), dims.get("total"));
-    for (arg, size) in [("nodes", nodes), ("depth", depth)] {
-        if size == 0 && batch > 0 {
+    for (arg, ids) in [
+        ("tokens", tokens),
+        ("retrieve_index", retrieve_index),
+        ("next_token", next_token),
+        ("next_sibling", next_sibling),
+    ] {
+        check_id_type(op, arg, ids.dtype())?;
+    }
+    for arg in ["nodes", "depth"] {
+        if dims.get(arg) == 0 && dims.get("batch") > 0 {
             return Err(Error::value(op, arg, 0, "1 or more"));
         }
     }
+    Ok(())
+}
+
+/// The trees, which are trees whose ids can be followed.
+fn read_tree(op: &'static str, dims: &Dims, tree: Tree<'_>, vocab: usize) -> Result<Forest> {
+    let Tree { tokens, retrieve_index, next_token, next_sibling } = tree;
+    let (batch, nodes, depth, total) = (dims.get("batch"), dims.get("nodes"), dims.get("depth"), dims.get("total"));
     let ids = |arg, x| cpu::sampling::read_ids(op, arg, x);
     let forest = Forest {
         nodes,

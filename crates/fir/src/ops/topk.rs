@@ -2,10 +2,17 @@
 //!
 //! Linear in the row's length, without sorting it. Of equal elements the first ones are taken, and NaN never: where
 //! elements are compared, the result is the same on every run.
+//!
+//! On CUDA integers in the device's memory are not looked at before the launch: the kernel stays within the tensors whatever
+//! they are, and vectors of them have no gaps.
 
+#[cfg(feature = "cuda")]
+use super::sampling::on_host;
 use super::sampling::{check_dtype, check_float, check_id_type, check_ids, check_vocab};
 use crate::cpu;
 use crate::cpu::topk::{Places, Window};
+#[cfg(feature = "cuda")]
+use crate::cuda;
 use crate::error::{Error, Result};
 use crate::exec::Exec;
 use crate::tensor::{DType, Dims, TensorMut, TensorRef};
@@ -44,7 +51,12 @@ pub fn top_k(
     check_dtype(OP, "values", values.dtype(), x.dtype())?;
     check_id_type(OP, "indices", indices.dtype())?;
     check_vocab(OP, dims.get("n"))?;
-    cpu::topk::top_k(exec.cpu_only(OP)?, x, order == TopKOrder::Value, values, indices)
+    let sorted = order == TopKOrder::Value;
+    match exec {
+        Exec::Cpu(cpu) => cpu::topk::top_k(cpu, x, sorted, values, indices),
+        #[cfg(feature = "cuda")]
+        Exec::Cuda(gpu) => cuda::topk::top_k(gpu, x, sorted, values, indices),
+    }
 }
 
 /// What [`top_k_page_table_transform`] reads and writes. All integers are i32.
@@ -78,72 +90,90 @@ pub struct TopKPages<'a> {
 /// order
 ///
 /// A row of fewer than `k` numbers is filled up with -1. Page ids are looked at only where a chosen place needs them; a
-/// negative one there, or a place beyond i32, is an error.
+/// negative one there, or a place beyond i32, is an error, and on CUDA, where the call has returned before, an output of -1.
 pub fn top_k_page_table_transform(exec: &Exec, args: TopKPages<'_>) -> Result<()> {
     const OP: &str = "top_k_page_table_transform";
-    let TopKPages { scores, lens, starts, page_table, requests, page_starts, page_size, out, raw } = args;
+    let TopKPages { scores, lens, starts, page_table, requests, page_starts, page_size, .. } = args;
     let mut dims = Dims::of(OP);
     dims.bind("page_table", &page_table, &["requests", "max_pages"])?;
     check_dtype(OP, "page_table", page_table.dtype(), DType::I32)?;
-    let mut windows = windows(OP, &mut dims, scores, lens, starts, &out)?;
+    check_scores(OP, &mut dims, scores, lens, starts, &args.out)?;
     if !page_size.is_power_of_two() || page_size > 1 << 30 {
         return Err(Error::value(OP, "page_size", page_size, "a power of two, at most 2^30"));
     }
-    let rows = windows.len();
-    let page_starts = match page_starts {
-        Some(page_starts) => {
-            dims.bind("page_starts", &page_starts, &["rows"])?;
-            check_dtype(OP, "page_starts", page_starts.dtype(), DType::I32)?;
-            check_ids(OP, "page_starts", page_starts, usize::MAX)?
+    if page_starts.is_none() && starts.is_some() && page_size > 1 {
+        let want = "given with `starts` and a page size above 1";
+        return Err(Error::value(OP, "page_starts", "missing", want));
+    }
+    for (arg, ids) in [("page_starts", page_starts), ("requests", requests)] {
+        if let Some(ids) = ids {
+            dims.bind(arg, &ids, &["rows"])?;
+            check_dtype(OP, arg, ids.dtype(), DType::I32)?;
         }
-        None if starts.is_some() && page_size > 1 => {
-            let want = "given with `starts` and a page size above 1";
-            return Err(Error::value(OP, "page_starts", "missing", want));
-        }
-        None => windows.iter().map(|w| w.start).collect(),
-    };
-    let requests = match requests {
-        Some(requests) => {
-            dims.bind("requests", &requests, &["rows"])?;
-            check_dtype(OP, "requests", requests.dtype(), DType::I32)?;
-            check_ids(OP, "requests", requests, dims.get("requests"))?
-        }
-        None => {
-            dims.axis("scores", "requests", rows)?;
-            (0..rows).collect()
-        }
-    };
-    if let Some(raw) = &raw {
+    }
+    if requests.is_none() {
+        dims.axis("scores", "requests", dims.get("rows"))?;
+    }
+    if let Some(raw) = &args.raw {
         dims.bind("raw", raw, &["rows", "k"])?;
         check_dtype(OP, "raw", raw.dtype(), DType::I32)?;
     }
-    let pages = page_table.typed::<i32>(OP, "page_table")?;
-    if pages.strides()[1] != 1 && dims.get("max_pages") > 1 {
-        return Err(Error::layout(OP, "page_table", format!("stride {} of the last axis", pages.strides()[1]), 1));
+    let (stride, max_pages) = (page_table.strides()[1], dims.get("max_pages"));
+    if stride != 1 && max_pages > 1 {
+        return Err(Error::layout(OP, "page_table", format!("stride {stride} of the last axis"), 1));
     }
+    match exec {
+        Exec::Cpu(cpu) => {
+            let (windows, requests) = paged_windows(OP, &args)?;
+            match cpu::topk::top_k_transform(cpu, OP, scores, &windows, args.out, args.raw)? {
+                Some(r) => Err(Error::value(
+                    OP,
+                    "page_table",
+                    format!("a negative or too large page in row {}, for row {r} of the scores", requests[r]),
+                    format!("pages of {page_size} whose places are 0 to {}", i32::MAX),
+                )),
+                None => Ok(()),
+            }
+        }
+        #[cfg(feature = "cuda")]
+        Exec::Cuda(gpu) => {
+            if on_host(&[Some(lens), starts, Some(page_table), requests, page_starts]) {
+                paged_windows(OP, &args)?;
+            }
+            let scores = cuda::topk::Scores { scores, lens, starts };
+            let places = cuda::topk::Places::Paged { page_table, requests, page_starts, page_size, raw: args.raw };
+            cuda::topk::transform(gpu, OP, scores, places, args.out)
+        }
+    }
+}
+
+/// Each row's window of scores with its pages, and its row of the page table.
+fn paged_windows<'a>(op: &'static str, args: &TopKPages<'a>) -> Result<(Vec<Window<'a>>, Vec<usize>)> {
+    let mut windows = windows(op, args.scores, args.lens, args.starts)?;
+    let (table, page_size) = (args.page_table.shape(), args.page_size);
+    let page_starts = match args.page_starts {
+        Some(page_starts) => check_ids(op, "page_starts", page_starts, usize::MAX)?,
+        None => windows.iter().map(|w| w.start).collect(),
+    };
+    let requests = match args.requests {
+        Some(requests) => check_ids(op, "requests", requests, table[0])?,
+        None => (0..windows.len()).collect(),
+    };
+    let pages = args.page_table.typed::<i32>(op, "page_table")?;
     for (r, window) in windows.iter_mut().enumerate() {
         let (first, used) = (page_starts[r], window.len.div_ceil(page_size));
-        if used > 0 && first.saturating_add(used) > dims.get("max_pages") {
+        if used > 0 && first.saturating_add(used) > table[1] {
             return Err(Error::value(
-                OP,
+                op,
                 "lens",
                 format!("{} for row {r}, pages {first}..{}", window.len, first.saturating_add(used)),
-                format!("pages within the table's {}", dims.get("max_pages")),
+                format!("pages within the table's {}", table[1]),
             ));
         }
         let pages = if used == 0 { &[] } else { &pages.data()[requests[r] * pages.strides()[0] + first..][..used] };
         window.to = Places::Paged { pages, page_size };
     }
-    let bad = cpu::topk::top_k_transform(exec.cpu_only(OP)?, OP, scores, &windows, out, raw)?;
-    match bad {
-        Some(r) => Err(Error::value(
-            OP,
-            "page_table",
-            format!("a negative or too large page in row {}, for row {r} of the scores", requests[r]),
-            format!("pages of {page_size} whose places are 0 to {}", i32::MAX),
-        )),
-        None => Ok(()),
-    }
+    Ok((windows, requests))
 }
 
 /// What [`top_k_ragged_transform`] reads and writes. All integers are i32.
@@ -171,42 +201,76 @@ pub fn top_k_ragged_transform(exec: &Exec, args: TopKRagged<'_>) -> Result<()> {
     const OP: &str = "top_k_ragged_transform";
     let TopKRagged { scores, lens, starts, offsets, out } = args;
     let mut dims = Dims::of(OP);
-    let mut windows = windows(OP, &mut dims, scores, lens, starts, &out)?;
+    check_scores(OP, &mut dims, scores, lens, starts, &out)?;
     dims.bind("offsets", &offsets, &["rows"])?;
     check_dtype(OP, "offsets", offsets.dtype(), DType::I32)?;
-    for (r, (window, offset)) in windows.iter_mut().zip(check_ids(OP, "offsets", offsets, usize::MAX)?).enumerate() {
+    match exec {
+        Exec::Cpu(cpu) => {
+            let windows = ragged_windows(OP, scores, lens, starts, offsets)?;
+            cpu::topk::top_k_transform(cpu, OP, scores, &windows, out, None).map(|_| ())
+        }
+        #[cfg(feature = "cuda")]
+        Exec::Cuda(gpu) => {
+            if on_host(&[Some(lens), starts, Some(offsets)]) {
+                ragged_windows(OP, scores, lens, starts, offsets)?;
+            }
+            let scores = cuda::topk::Scores { scores, lens, starts };
+            cuda::topk::transform(gpu, OP, scores, cuda::topk::Places::Ragged { offsets }, out)
+        }
+    }
+}
+
+/// Each row's window of scores with its offset.
+fn ragged_windows(
+    op: &'static str,
+    scores: TensorRef<'_>,
+    lens: TensorRef<'_>,
+    starts: Option<TensorRef<'_>>,
+    offsets: TensorRef<'_>,
+) -> Result<Vec<Window<'static>>> {
+    let mut windows = windows(op, scores, lens, starts)?;
+    for (r, (window, offset)) in windows.iter_mut().zip(check_ids(op, "offsets", offsets, usize::MAX)?).enumerate() {
         if offset + window.len > i32::MAX as usize {
             let want = format!("at most {} with the row's {}", i32::MAX, window.len);
-            return Err(Error::value(OP, "offsets", format!("{offset} for row {r}"), want));
+            return Err(Error::value(op, "offsets", format!("{offset} for row {r}"), want));
         }
         window.to = Places::From(offset as i64);
     }
-    cpu::topk::top_k_transform(exec.cpu_only(OP)?, OP, scores, &windows, out, None).map(|_| ())
+    Ok(windows)
 }
 
-/// Checks what both transforms share, and gives each row's window of scores.
-fn windows<'a>(
+/// Checks shapes and types that both transforms share.
+fn check_scores(
     op: &'static str,
     dims: &mut Dims,
     scores: TensorRef<'_>,
     lens: TensorRef<'_>,
     starts: Option<TensorRef<'_>>,
     out: &TensorMut<'_>,
-) -> Result<Vec<Window<'a>>> {
+) -> Result<()> {
     dims.bind("scores", &scores, &["rows", "max_len"])?.bind("lens", &lens, &["rows"])?;
     dims.bind("out", out, &["rows", "k"])?;
     check_float(op, "scores", scores.dtype())?;
     check_dtype(op, "lens", lens.dtype(), DType::I32)?;
     check_dtype(op, "out", out.dtype(), DType::I32)?;
-    let max_len = dims.get("max_len");
-    check_vocab(op, max_len)?;
+    if let Some(starts) = starts {
+        dims.bind("starts", &starts, &["rows"])?;
+        check_dtype(op, "starts", starts.dtype(), DType::I32)?;
+    }
+    check_vocab(op, dims.get("max_len"))
+}
+
+/// Each row's window of scores.
+fn windows<'a>(
+    op: &'static str,
+    scores: TensorRef<'_>,
+    lens: TensorRef<'_>,
+    starts: Option<TensorRef<'_>>,
+) -> Result<Vec<Window<'a>>> {
+    let max_len = scores.shape()[1];
     let lens = check_ids(op, "lens", lens, max_len + 1)?;
     let starts = match starts {
-        Some(starts) => {
-            dims.bind("starts", &starts, &["rows"])?;
-            check_dtype(op, "starts", starts.dtype(), DType::I32)?;
-            check_ids(op, "starts", starts, max_len + 1)?
-        }
+        Some(starts) => check_ids(op, "starts", starts, max_len + 1)?,
         None => vec![0; lens.len()],
     };
     if let Some(r) = (0..lens.len()).find(|&r| starts[r] + lens[r] > max_len) {

@@ -3,6 +3,10 @@
 use std::fmt::Write as _;
 
 use fir::exec::{Arch, Gpu};
+use fir::moe::{RouteArgs, Routing};
+use fir::sampling::{self, Draw, FilterOrder, Filters, RngState};
+use fir::speculative::{self, ChainArgs, Coins, Tree, TreeArgs, TreeOut};
+use fir::topk::{self, TopKOrder, TopKPages, TopKRagged};
 use fir::{DType, Error, Exec, Result, Tensor, TensorMut, TensorRef, activation, jit, norm};
 
 /// The launches of `work` on an H200 that is not there, each of a kernel that the JIT lane compiles.
@@ -76,6 +80,112 @@ fn activations_are_cut_into_parts() {
 }
 
 #[test]
+fn rows_are_shared_by_as_many_blocks_as_hold_them() {
+    let mut text = String::new();
+    for (dtype, shape) in [
+        (DType::F32, [64, 128_256]),
+        (DType::BF16, [3, 32_001]),
+        (DType::F16, [1, 1000]),
+        // Too long for the shared memory of eight blocks.
+        (DType::F32, [1, 425_985]),
+    ] {
+        let (x, mut out) = (zeros(dtype, &shape), zeros(DType::F32, &shape));
+        writeln!(text, "# {dtype} {shape:?}").unwrap();
+        text += &launches(|exec| sampling::softmax(exec, x.view(), 0.5.into(), out.view_mut()));
+    }
+    insta::assert_snapshot!(text);
+}
+
+#[test]
+fn every_sampler_passes_its_arguments_on() {
+    let (x, h, mut out) = (zeros(DType::F32, &[2, 100]), zeros(DType::BF16, &[3, 100]), zeros(DType::F32, &[2, 100]));
+    let (mut tokens, mut wide, mut valid) =
+        (zeros(DType::I32, &[2]), zeros(DType::I64, &[2]), zeros(DType::Bool, &[2]));
+    let indices = zeros(DType::I64, &[2]);
+    let (x, h, rng) = (x.view(), h.view(), RngState { seed: 7, offset: 8 });
+    let (states, ks, ps) = ([rng; 2], [1, 2], [0.25, 0.5]);
+    let text = launches(|exec| {
+        sampling::sample_from_probs(exec, x, Draw::new(rng, tokens.view_mut()))?;
+        sampling::top_k_sample(exec, x, 5.into(), Draw::new(rng, tokens.view_mut()))?;
+        sampling::top_p_sample(exec, x, (&ps[..]).into(), Draw::new(rng, tokens.view_mut()))?;
+        sampling::min_p_sample(exec, x, 0.125.into(), Draw::new(rng, tokens.view_mut()))?;
+        let draw = Draw::new(&states[..], tokens.view_mut());
+        sampling::top_k_top_p_sample(exec, x, 5.into(), 0.5.into(), FilterOrder::Joint, draw)?;
+        sampling::sample_from_logits(exec, x, 2.0.into(), Draw::new(rng, tokens.view_mut()))?;
+        let filters = Filters { temperature: (&ps[..]).into(), top_k: (&ks[..]).into(), ..Filters::default() };
+        let valid = Some(valid.view_mut());
+        let draw = Draw { indices: Some(indices.view()), valid, ..Draw::new(rng, wide.view_mut()) };
+        sampling::sample(exec, h, filters, draw)?;
+        sampling::top_k_renorm(exec, x, 3.into(), out.view_mut())?;
+        sampling::top_p_renorm(exec, x, 0.75.into(), out.view_mut())?;
+        sampling::top_k_mask_logits(exec, x, (&ks[..]).into(), out.view_mut())
+    });
+    insta::assert_snapshot!(text);
+}
+
+#[test]
+fn every_top_k_passes_its_arguments_on() {
+    let (x, lens) = (zeros(DType::BF16, &[4, 5000]), zeros(DType::I32, &[4]));
+    let (mut values, mut places, mut raw) =
+        (zeros(DType::BF16, &[4, 300]), zeros(DType::I32, &[4, 300]), zeros(DType::I32, &[4, 300]));
+    let (mut wide, table) = (zeros(DType::I64, &[4, 300]), zeros(DType::I32, &[9, 100]));
+    let (scores, lens, page_table) = (x.view(), lens.view(), table.view());
+    let text = launches(|exec| {
+        topk::top_k(exec, scores, TopKOrder::Place, values.view_mut(), places.view_mut())?;
+        topk::top_k(exec, scores, TopKOrder::Value, values.view_mut(), wide.view_mut())?;
+        let out = places.view_mut();
+        topk::top_k_ragged_transform(exec, TopKRagged { scores, lens, starts: None, offsets: lens, out })?;
+        let (starts, requests, page_starts, page_size) = (Some(lens), Some(lens), Some(lens), 64);
+        let (out, raw) = (places.view_mut(), Some(raw.view_mut()));
+        let pages = TopKPages { scores, lens, starts, page_table, requests, page_starts, page_size, out, raw };
+        topk::top_k_page_table_transform(exec, pages)
+    });
+    insta::assert_snapshot!(text);
+}
+
+#[test]
+fn every_verification_passes_its_arguments_on() {
+    let (p, q) = (zeros(DType::F32, &[2, 3, 50]), zeros(DType::F32, &[2, 4, 50]));
+    let (drafts, links) = (zeros(DType::I64, &[2, 3]), Tensor::from_slice(&[-1i32; 8], &[2, 4]).unwrap());
+    let (ids, coins, last) = (zeros(DType::I32, &[2, 4]), zeros(DType::F32, &[2, 4]), zeros(DType::F32, &[2]));
+    let (mut out, mut sums, mut valid) =
+        (zeros(DType::I32, &[2, 4]), zeros(DType::I64, &[2]), zeros(DType::Bool, &[2]));
+    let (mut predicts, mut index, mut len) =
+        (zeros(DType::I32, &[8]), zeros(DType::I64, &[2, 3]), zeros(DType::I32, &[2]));
+    let tree =
+        Tree { tokens: ids.view(), retrieve_index: ids.view(), next_token: links.view(), next_sibling: links.view() };
+    let text = launches(|exec| {
+        let args = ChainArgs {
+            draft_probs: p.view(),
+            draft_tokens: drafts.view(),
+            target_probs: q.view(),
+            rng: RngState { seed: 7, offset: 8 }.into(),
+            out: out.view_mut(),
+            accepted: None,
+            emitted: Some(sums.view_mut()),
+            valid: Some(valid.view_mut()),
+        };
+        speculative::chain_speculative_sample(exec, args)?;
+        fn verdict<'a>(predicts: TensorMut<'a>, accept_index: TensorMut<'a>, accept_len: TensorMut<'a>) -> TreeOut<'a> {
+            TreeOut { predicts, accept_index, accept_len }
+        }
+        let args = TreeArgs {
+            tree,
+            target_probs: q.view(),
+            threshold_single: 0.75,
+            threshold_acc: 0.5,
+            coins: Coins::Given { nodes: coins.view(), last: last.view() },
+            out: verdict(predicts.view_mut(), index.view_mut(), len.view_mut()),
+            valid: None,
+        };
+        speculative::tree_speculative_sample(exec, args)?;
+        let verdict = verdict(predicts.view_mut(), index.view_mut(), len.view_mut());
+        speculative::verify_tree_greedy(exec, tree, ids.view(), verdict)
+    });
+    insta::assert_snapshot!(text);
+}
+
+#[test]
 fn tensors_without_elements_launch_nothing() {
     for shape in [[0, 8], [3, 0], [0, 0], [1 << 50, 0]] {
         let (x, w, mut out) = (zeros(DType::F16, &shape), zeros(DType::F16, &shape[1..]), zeros(DType::F16, &shape));
@@ -100,14 +210,15 @@ fn refusals_are_the_same_as_on_the_cpu() {
     let x = zeros(DType::I32, &[2, 8]);
     let error = activation::silu_and_mul(&exec, x.view(), zeros(DType::I32, &[2, 4]).view_mut()).unwrap_err();
     assert_eq!(error.to_string(), "silu_and_mul: `x` is i32, expected f32, f16 or bf16");
-    let error = fir::topk::top_k(
-        &exec,
-        out.view(),
-        fir::topk::TopKOrder::Value,
-        zeros(DType::F32, &[4, 2]).view_mut(),
-        zeros(DType::I32, &[4, 2]).view_mut(),
-    );
-    assert!(matches!(error, Err(Error::Unsupported { op: "top_k", .. })), "{error:?}");
+    let probs = zeros(DType::F32, &[2, 8]);
+    let (mut tokens, ids) = (zeros(DType::I32, &[1]), Tensor::from_slice(&[2i32], &[1]).unwrap());
+    let draw = Draw { indices: Some(ids.view()), ..Draw::new(RngState::default(), tokens.view_mut()) };
+    let error = sampling::sample_from_probs(&exec, probs.view(), draw).unwrap_err();
+    assert_eq!(error.to_string(), "sample_from_probs: `indices` is 2 at 0, expected 0 or more and less than 2");
+    let (mut ids, mut weights) = (zeros(DType::I32, &[4, 2]), zeros(DType::F32, &[4, 2]));
+    let args = RouteArgs { logits: out.view(), bias: None, ids: ids.view_mut(), weights: weights.view_mut() };
+    let error = fir::moe::route(&exec, Routing::default(), args);
+    assert!(matches!(error, Err(Error::Unsupported { op: "route", .. })), "{error:?}");
 }
 
 #[test]

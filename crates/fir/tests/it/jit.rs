@@ -10,25 +10,37 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use fir::exec::Arch;
 use fir::jit::{self, Cubin, Origin, Source};
 
-/// Most registers of a thread, by family, on sm_90a; none may spill there. A kernel of 256 threads with 32 registers fills a
-/// multiprocessor, one with 64 fills half of it.
-const REGISTERS: &[(&str, u32)] = &[
-    ("activation", 48),
+/// Most registers of a thread on sm_90a, and most bytes that its code may store for want of more, by family. A kernel of 256
+/// threads with 32 registers fills a multiprocessor, one with 64 fills half of it. Families whose rows stay in shared memory
+/// have three blocks of 512 threads on one, so that one row's barriers hide behind another's loads: they spill numbers of
+/// the whole row, outside of the loops over its elements.
+const BUDGETS: &[(&str, u32, u32)] = &[
+    ("activation", 48, 0),
     // Bound by shared memory: two blocks of 128 threads to a multiprocessor, which has registers for 255 each.
-    ("attention/decode", 255),
-    ("attention/levels", 64),
-    ("attention/merge", 64),
+    ("attention/decode", 255, 0),
+    ("attention/levels", 64, 0),
+    ("attention/merge", 64, 0),
     // Not made for speed.
-    ("attention/plain", 255),
-    ("norm", 64),
-    ("page", 32),
-    ("quantize", 128),
-    ("rope", 48),
-    ("tokens", 128),
+    ("attention/plain", 255, 0),
+    ("norm", 64, 0),
+    ("page", 32, 0),
+    ("quantize", 128, 0),
+    ("rope", 48, 0),
+    ("sampling", 64, 192),
+    ("speculative", 64, 96),
+    ("tokens", 128, 0),
+    ("topk", 64, 256),
 ];
 
-/// Bytes that a kernel may spill all the same, by a part of its name: accumulators of 256 columns beside fragments of fp8.
-const SPILLS: &[(&str, u32)] = &[("E4m3, fir::Bf16, 256", 64), ("E5m2, fir::Bf16, 256", 64)];
+/// Bytes that a kernel may spill all the same, by a part of its name: accumulators of 256 columns beside fragments.
+const SPILLS: &[(&str, u32)] = &[("fir::Bf16, 256, 256", 64)];
+
+fn budget(source: &Source) -> (u32, u32) {
+    let family = source.family();
+    let found = BUDGETS.iter().find(|b| b.0 == family).unwrap_or_else(|| panic!("{family} has no budget"));
+    let more = SPILLS.iter().find(|(part, _)| source.name().contains(part)).map_or(0, |(_, bytes)| *bytes);
+    (found.1, found.2.max(more))
+}
 
 /// Whether there is a compiler; says so when not, and fails when there must be one.
 #[expect(clippy::print_stderr, reason = "a skip must be seen")]
@@ -76,16 +88,14 @@ fn every_kernel_compiles_for_sm_90a_within_its_budget() {
                 continue;
             }
         };
-        let budget = REGISTERS.iter().find(|(family, _)| *family == source.family());
-        let (_, budget) = budget.unwrap_or_else(|| panic!("{} has no budget of registers", source.family()));
-        let spills = SPILLS.iter().find(|(part, _)| source.name().contains(part)).map_or(0, |(_, bytes)| *bytes);
-        if usage.registers > *budget || usage.spilled > spills || usage.registers == 0 {
-            faults.push(format!("{}: {usage:?}, budget {budget} registers", source.name()));
+        let (registers, spilled) = budget(source);
+        if usage.registers > registers || usage.spilled > spilled || usage.registers == 0 {
+            faults.push(format!("{}: {usage:?}, budget {registers} registers, {spilled} bytes", source.name()));
         }
-        let max: &mut u32 = most.entry(source.family()).or_default();
-        *max = usage.registers.max(*max);
+        let max: &mut (u32, u32) = most.entry(source.family()).or_default();
+        *max = (usage.registers.max(max.0), usage.spilled.max(max.1));
     }
-    println!("{} kernels; most registers: {most:?}", jobs.len());
+    println!("{} kernels; most registers and bytes spilled: {most:?}", jobs.len());
     assert!(faults.is_empty(), "{}", faults.join("\n"));
 }
 
@@ -100,8 +110,8 @@ fn one_kernel_of_each_file_compiles_for_every_architecture() {
     let chosen = families.into_values().chain(fp8);
     let jobs: Vec<_> = chosen.flat_map(|k| Arch::ALL.map(|arch| (k.clone(), arch))).collect();
     for (source, arch, result) in compile_all(&jobs) {
-        let spilled = result.unwrap_or_else(|e| panic!("{e}")).usage.spilled;
-        assert_eq!(spilled, 0, "{} for {arch}", source.name());
+        let usage = result.unwrap_or_else(|e| panic!("{e}")).usage;
+        assert!(usage.spilled <= budget(source).1, "{} for {arch}: {usage:?}", source.name());
     }
 }
 

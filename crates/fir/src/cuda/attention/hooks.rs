@@ -31,7 +31,7 @@ impl Hooks {
                 }
             };
             for &(part, kind) in parts {
-                let bytes = if kind == Kind::Address { 8 } else { 4 };
+                let bytes = if matches!(kind, Kind::Address) { 8 } else { 4 };
                 let offset = size.next_multiple_of(bytes);
                 fields.push((format!("{name}{part}"), offset, kind));
                 size = offset + bytes;

@@ -1,0 +1,305 @@
+// sampling.cuh: from rows of logits or probabilities to probabilities, filtered ones, or one token each.
+//
+//   softmax   out[b, i] = 2^((x[b, i] - max) * log2(e) / T) / sum         T = 0: 1 for the first largest
+//   sample    w = x or softmax weights; out[b] = first i with  w[0] + ... + w[i] > u * sum w  over what passes
+//             top_k, top_p and min_p (src/filters.rs)
+//   renorm    out[b, i] = x[b, i] / sum of what passes, else 0
+//   mask      out[b, i] = x[b, i] where fewer than top_k are greater, else -inf
+//
+// grid   (rows * C)       a cluster of C blocks (a power of two up to 16; 1 below sm_90) per row
+// block  512
+// smem   static           1.2 KB; with filters SearchSmem, 8.3 KB
+//        dynamic          kResident: the row (rows.cuh)
+// needs  sm_80; clusters from sm_90
+//
+// reads  x, once where kResident
+// writes out, valid; a row that is no distribution: token 0 and valid 0, or NaN
+// twins  src/cpu/sampling.rs, src/reference/sampling.rs. Draws are equal but where two sums in different orders put `u`
+//        on different sides of an element's edge (relative 1e-7).
+#pragma once
+#include <fir/philox.cuh>
+#include <fir/select.cuh>
+
+namespace fir {
+
+// log2(e) / temperature, finite also for the smallest temperature.
+__device__ __forceinline__ float log2_scale(float temperature) {
+  return float(fmin(1.4426950408889634 / double(temperature), 3.4028234663852886e38));
+}
+
+// An i32 or i64 of an array.
+__device__ __forceinline__ i64 read_id(const void* ids, bool wide, i64 i) {
+  return wide ? static_cast<const i64*>(ids)[i] : static_cast<const i32*>(ids)[i];
+}
+__device__ __forceinline__ void write_id(void* ids, bool wide, i64 i, i64 value) {
+  if (wide) static_cast<i64*>(ids)[i] = value;
+  else static_cast<i32*>(ids)[i] = i32(value);
+}
+
+// Writes `f(x)` of every element.
+template <class Out, class R, class F>
+__device__ __forceinline__ void write_row(const R& row, Out* out, F f) {
+  const bool aligned = (reinterpret_cast<u64>(out) & (4 * sizeof(Out) - 1)) == 0;
+  row.each([&](u32 place, const float (&x)[4]) {
+    float y[4];
+#pragma unroll
+    for (u32 e = 0; e < 4; ++e) y[e] = f(x[e]);
+    if (aligned && place + 4 <= row.n) store_elements<true>(out, place, row.n, y);
+    else store_elements<false>(out, place, row.n, y);
+  });
+}
+
+// The first place of the largest element, over the cluster; -1 if the row has a NaN.
+template <class R>
+__device__ __forceinline__ i64 first_largest(const R& row, Exchange& ex, float max) {
+  i32 first = i32(0x80000000u); // ~place, so that the largest is the first place
+  u32 nan = 0;
+  row.each([&](u32 place, const float (&x)[4]) {
+#pragma unroll
+    for (u32 e = 0; e < 4; ++e) {
+      // Padding equals a row's -inf, but comes after it.
+      if (x[e] == max && place + e < row.n) first = ::max(first, ~i32(place + e));
+      nan += x[e] != x[e];
+    }
+  });
+  const Record r = ex.all(0.0, first, nan);
+  return r.count > 0 ? -1 : i64(~r.key);
+}
+
+struct SoftmaxParams {
+  const void* x;
+  float* out;
+  i64 x_stride, out_stride; // elements from row to row
+  u32 n;
+  u32 unused;
+  PerRow<float> temperature;
+};
+
+template <class T, bool kResident>
+__global__ void __launch_bounds__(kThreads, kResident ? kBlocks : 2) softmax(const __grid_constant__ SoftmaxParams p) {
+  __shared__ RecordSmem records;
+  Exchange ex;
+  ex.open(&records);
+  const i64 r = blockIdx.x / ex.size;
+  Row<T, kResident> row;
+  row.open(static_cast<const T*>(p.x) + r * p.x_stride, p.n, -infinity(), dynamic_smem());
+  const float temperature = p.temperature.get(r);
+  float* out = p.out + r * p.out_stride;
+
+  const float max = unorder(ex.all(0.0, order(row.max())).key);
+  float inverse = not_a_number();
+  if (max != -infinity() && temperature == 0.f) {
+    const i64 first = first_largest(row, ex, max);
+    row.each([&](u32 place, const float (&)[4]) {
+      float y[4];
+#pragma unroll
+      for (u32 e = 0; e < 4; ++e) y[e] = first < 0 ? not_a_number() : first == i64(place + e) ? 1.f : 0.f;
+      store_elements<false>(out, place, p.n, y);
+    });
+    return;
+  }
+  if (max != -infinity()) {
+    // The largest weight is 1, so the total is 1 or more; a NaN makes every element NaN.
+    inverse = float(1.0 / ex.all(row.become(Stage{Stage::kWeights, -infinity(), max, log2_scale(temperature)})).sum);
+  }
+  write_row(row, out, [=](float x) { return x * inverse; });
+}
+
+struct SampleParams {
+  const void* x;
+  const void* indices; // row of x for each row of the output; i32 or i64; may be null
+  void* out;           // i32 or i64
+  u8* valid;           // may be null
+  i64 x_stride, rows;  // rows of x
+  i64 out_stride, valid_stride;
+  u32 n;
+  i32 wide_out, wide_indices, joint;
+  PerRow<float> temperature, top_p, min_p;
+  PerRow<u32> top_k;
+  Rng rng;
+};
+
+// Rows whose largest element is small are scaled, exactly: subnormals have no place in the search for a mass.
+template <class R>
+__device__ __forceinline__ bool enlarge(R& row, float& max, double& mass) {
+  if (max >= 8.673617379884035e-19f) return false; // 2^-60
+  constexpr float kTwo64 = 18446744073709551616.f;
+  row.become(Stage{Stage::kScaled, 0.f, 0.f, kTwo64});
+  max *= kTwo64;
+  mass *= double(kTwo64);
+  return true;
+}
+
+// kLogits: `x` are logits; else weights. kTopK, kTopP: the filter may be in use.
+template <class T, bool kLogits, bool kTopK, bool kTopP, bool kResident>
+__global__ void __launch_bounds__(kThreads, kResident ? kBlocks : 2) sample(const __grid_constant__ SampleParams p) {
+  __shared__ RecordSmem records;
+  __shared__ float u;
+  Exchange ex;
+  ex.open(&records);
+  const i64 r = blockIdx.x / ex.size;
+  Row<T, kResident> row;
+  i64 source = r;
+  if (p.indices) {
+    const u64 id = u64(read_id(p.indices, p.wide_indices, r));
+    source = i64(min(id, u64(p.rows - 1)));
+  }
+  row.open(static_cast<const T*>(p.x) + source * p.x_stride, p.n, kLogits ? -infinity() : 0.f, dynamic_smem());
+  if (threadIdx.x == 0) u = uniform(p.rng, u32(r), 0);
+  const u32 k = kTopK ? p.top_k.get(r) : 0;
+  const float top_p = kTopP ? p.top_p.get(r) : 1.f, min_p = p.min_p.get(r);
+  const bool by_k = kTopK && k < p.n, by_p = kTopP && top_p < 1.f;
+  const float temperature = kLogits ? p.temperature.get(r) : 1.f;
+
+  // The token of a row that is no distribution; overwritten by no one.
+  auto settle = [&](bool valid) {
+    if (ex.rank == 0 && threadIdx.x == 0) {
+      if (p.valid) p.valid[r * p.valid_stride] = valid;
+      if (!valid) write_id(p.out, p.wide_out, r * p.out_stride, 0);
+    }
+  };
+  auto found = [&](u32 place) { write_id(p.out, p.wide_out, r * p.out_stride, place); };
+  auto finite = [](double mass) { return mass > 0.0 && mass < double(infinity()); };
+
+  float max;
+  double mass = kLogits ? 0.0 : row.sum_and_max(max);
+  if (kLogits) max = row.max();
+  const i32 bound = by_k && k <= kThreads ? reached_by(k, max) : kLeastKey;
+  const Record all = ex.all(mass, order(max), 0, bound);
+  max = unorder(all.key);
+  mass = all.sum; // of what passes so far, once it is known
+  if (kLogits ? max == -infinity() : !finite(mass)) return settle(false);
+  if (kLogits && temperature == 0.f) {
+    const i64 first = first_largest(row, ex, max);
+    settle(first >= 0);
+    if (first >= 0 && ex.rank == 0 && threadIdx.x == 0) found(u32(first));
+    return;
+  }
+  float cutoff = kPositive;
+  bool summed = true; // the last exchange was of what passes
+  double whole = mass;
+  if constexpr (kTopK || kTopP) {
+    __shared__ SearchSmem search_smem;
+    Search search;
+    search.open(&search_smem);
+    __syncthreads();
+    i32 from = all.key2;
+    if (!kLogits && by_p && enlarge(row, max, mass)) from = kLeastKey, whole = mass;
+    float cut = -infinity();
+    if (by_k) {
+      cut = kth_cutoff(row, ex, search, k, max, from);
+      summed = false;
+    }
+    if constexpr (kLogits) {
+      const Stage weights{Stage::kWeights, -infinity(), max, log2_scale(temperature)};
+      if (by_k && by_p && p.joint) whole = ex.all(row.sum_of(weights)).sum;
+      mass = ex.all(row.become(Stage{Stage::kWeights, cut, max, weights.scale})).sum;
+      summed = true;
+      if (!(by_k && p.joint)) whole = mass;
+      max = 1.f;
+    } else if (by_k) {
+      cutoff = fmaxf(kPositive, cut);
+      if (by_p) {
+        mass = ex.all(row.sum(cutoff)).sum;
+        summed = true;
+        if (!p.joint) whole = mass;
+      }
+    }
+    if (by_p) {
+      // A share of the whole mass when joint, of what top_k left otherwise.
+      const double target = double(top_p) * whole;
+      if (!finite(mass) || !(target < double(infinity()))) return settle(false);
+      if (target < mass) {
+        cutoff = fmaxf(cutoff, mass_cutoff(row, ex, search, target, max, cutoff));
+        summed = false;
+      }
+    }
+  } else if constexpr (kLogits) {
+    mass = ex.all(row.become(Stage{Stage::kWeights, -infinity(), max, log2_scale(temperature)})).sum;
+    max = 1.f;
+  }
+  // The least f32 that is not below the product, which f64 holds exactly.
+  const float least = __double2float_ru(double(max) * double(min_p));
+  if (least > cutoff) cutoff = least, summed = false;
+  if (!summed) mass = ex.all(row.sum(cutoff)).sum;
+  settle(pick(row, ex, cutoff, mass, u, found));
+}
+
+struct RenormParams {
+  const void* x;
+  void* out;
+  i64 x_stride, out_stride;
+  u32 n;
+  u32 unused;
+  PerRow<u32> top_k;
+  PerRow<float> top_p;
+};
+
+enum class Keep : i32 { kTopK, kTopP };
+
+// Probabilities that pass, scaled to sum to 1.
+template <Keep kKeep, bool kResident>
+__global__ void __launch_bounds__(kThreads, kResident ? kBlocks : 2) renorm(const __grid_constant__ RenormParams p) {
+  __shared__ RecordSmem records;
+  __shared__ SearchSmem search_smem;
+  Exchange ex;
+  ex.open(&records);
+  Search search;
+  search.open(&search_smem);
+  const i64 r = blockIdx.x / ex.size;
+  Row<float, kResident> row;
+  row.open(static_cast<const float*>(p.x) + r * p.x_stride, p.n, 0.f, dynamic_smem());
+  float* out = static_cast<float*>(p.out) + r * p.out_stride;
+
+  const u32 k = kKeep == Keep::kTopK ? p.top_k.get(r) : 0;
+  float max;
+  double mass = row.sum_and_max(max);
+  const bool by_k = kKeep == Keep::kTopK && k < p.n;
+  const Record all = ex.all(mass, order(max), 0, by_k && k <= kThreads ? reached_by(k, max) : kLeastKey);
+  max = unorder(all.key);
+  mass = all.sum;
+  float cutoff = kPositive, inverse = not_a_number();
+  if (mass > 0.0 && mass < double(infinity())) {
+    const bool enlarged = enlarge(row, max, mass);
+    if constexpr (kKeep == Keep::kTopK) {
+      if (by_k) cutoff = fmaxf(kPositive, kth_cutoff(row, ex, search, k, max, enlarged ? kLeastKey : all.key2));
+    } else {
+      const double target = double(p.top_p.get(r)) * mass;
+      if (target < mass) cutoff = mass_cutoff(row, ex, search, target, max, kPositive);
+    }
+    if (cutoff > kPositive) mass = ex.all(row.sum(cutoff)).sum;
+    inverse = float(1.0 / mass);
+  } else {
+    cutoff = -infinity(); // all become NaN
+  }
+  write_row(row, out, [=](float x) { return x < cutoff ? 0.f : x * inverse; });
+  cluster_sync(); // others may still read this block's bins
+}
+
+// Logits below the k-th largest become -inf.
+template <class T, bool kResident>
+__global__ void __launch_bounds__(kThreads, kResident ? kBlocks : 2) mask(const __grid_constant__ RenormParams p) {
+  __shared__ RecordSmem records;
+  __shared__ SearchSmem search_smem;
+  Exchange ex;
+  ex.open(&records);
+  Search search;
+  search.open(&search_smem);
+  const i64 r = blockIdx.x / ex.size;
+  Row<T, kResident> row;
+  row.open(static_cast<const T*>(p.x) + r * p.x_stride, p.n, -infinity(), dynamic_smem());
+  T* out = static_cast<T*>(p.out) + r * p.out_stride;
+
+  const u32 k = p.top_k.get(r);
+  float cutoff = -infinity();
+  if (k < p.n) {
+    const float own = row.max();
+    const i32 bound = k <= kThreads ? reached_by(k, own) : kLeastKey;
+    const Record all = ex.all(0.0, order(own), 0, bound);
+    cutoff = kth_cutoff(row, ex, search, k, unorder(all.key), all.key2);
+  }
+  write_row(row, out, [=](float x) { return x < cutoff ? -infinity() : x; });
+  cluster_sync(); // others may still read this block's bins
+}
+
+}  // namespace fir
