@@ -313,7 +313,8 @@ impl BatchPlan {
         let tiles = entry.kv_end.div_ceil(TILE_KV as u32);
         match (first_shown(&hidden, 0, tiles), last_shown(&hidden, 0, tiles)) {
             (Some(first), Some(last)) => Entry {
-                kv_start: first * TILE_KV as u32,
+                // The piece from position 0 on begins with the variant's `init`; it skips hidden tiles as it goes.
+                kv_start: if self.program.has_init() { 0 } else { first * TILE_KV as u32 },
                 kv_end: entry.kv_end.min((last + 1) * TILE_KV as u32),
                 ..entry
             },

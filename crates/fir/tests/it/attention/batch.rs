@@ -41,6 +41,22 @@ fn matches_reference_for_head_dims_from_1_to_512() {
 }
 
 #[test]
+fn a_row_starts_with_its_sink_also_where_the_mask_hides_the_first_tiles() {
+    // A window that the plan knows leaves out the first three tiles of the longer requests.
+    let window = variant::variant("SinkInWindow", |p| {
+        let (q, k) = (variant::q_pos(), variant::kv_pos());
+        variant::init(p.per_head("sink")).mask(k.clone().le(q.clone()) & (q - 20).le(k))
+    })
+    .unwrap();
+    let sinks = [0.5, -1.0, 2.0, 3.0];
+    for dtype in [DType::F32, DType::BF16] {
+        let mut case = Case::new(4, 2, 32, dtype, window.clone());
+        (case.q_lens, case.kv_lens) = (vec![2, 7, 1, 3], vec![300, 230, 300, 20]);
+        check_case(&case, &Params::new().f32_tensor("sink", &sinks));
+    }
+}
+
+#[test]
 fn matches_reference_for_every_group_size() {
     for (qo, kv) in
         [(1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (6, 2), (7, 7), (8, 1), (12, 3), (16, 1), (71, 1), (130, 2)]
