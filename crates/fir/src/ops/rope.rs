@@ -496,7 +496,7 @@ fn check_table(op: &'static str, table: TensorRef<'_>, head_dim: usize) -> Resul
     let mut dims = Dims::of(op);
     dims.bind("table", &table, &["max_position", "rotary_dim"])?;
     let dim = dims.get("rotary_dim");
-    if dim == 0 || dim % 2 != 0 || dim > head_dim {
+    if dim == 0 || !dim.is_multiple_of(2) || dim > head_dim {
         let want = format!("an even number from 2 to head_dim={head_dim}");
         return Err(Error::value(op, "table", format!("rotary_dim={dim}"), want));
     }

@@ -84,9 +84,9 @@ impl Operand {
             check_last_axis(op, arg, shape, strides)?;
         }
         let axes = if lse { strides } else { &strides[..strides.len() - 1] };
-        let [token, state, head] = match axes {
-            &[token, state, head] => [token, state, head],
-            &[token, head] => [token, 0, head],
+        let [token, state, head] = match *axes {
+            [token, state, head] => [token, state, head],
+            [token, head] => [token, 0, head],
             _ => return Err(Error::Rank { op, arg, got: shape.len(), want: 3, axes: "tokens and heads".into() }),
         };
         let fits = |axis: usize| shape[axis] <= 1 || strides[axis].wrapping_mul(dtype.size()).is_multiple_of(16);
