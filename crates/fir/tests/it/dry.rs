@@ -166,7 +166,8 @@ fn every_verification_passes_its_arguments_on() {
             valid: Some(valid.view_mut()),
         };
         speculative::chain_speculative_sample(exec, args)?;
-        fn verdict<'a>(predicts: TensorMut<'a>, accept_index: TensorMut<'a>, accept_len: TensorMut<'a>) -> TreeOut<'a> {
+        fn verdict<'a>(out: [&'a mut Tensor; 3]) -> TreeOut<'a> {
+            let [predicts, accept_index, accept_len] = out.map(Tensor::view_mut);
             TreeOut { predicts, accept_index, accept_len }
         }
         let args = TreeArgs {
@@ -175,11 +176,11 @@ fn every_verification_passes_its_arguments_on() {
             threshold_single: 0.75,
             threshold_acc: 0.5,
             coins: Coins::Given { nodes: coins.view(), last: last.view() },
-            out: verdict(predicts.view_mut(), index.view_mut(), len.view_mut()),
+            out: verdict([&mut predicts, &mut index, &mut len]),
             valid: None,
         };
         speculative::tree_speculative_sample(exec, args)?;
-        let verdict = verdict(predicts.view_mut(), index.view_mut(), len.view_mut());
+        let verdict = verdict([&mut predicts, &mut index, &mut len]);
         speculative::verify_tree_greedy(exec, tree, ids.view(), verdict)
     });
     insta::assert_snapshot!(text);
