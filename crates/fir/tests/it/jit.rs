@@ -15,7 +15,7 @@ use fir::jit::{self, Cubin, Origin, Source};
 /// stay in shared memory have three blocks of 512 threads on one, so that one row's barriers hide behind another's loads:
 /// they spill numbers of the whole row, outside of the loops over its elements.
 const BUDGETS: &[(&str, u32, u32)] =
-    &[("activation", 48, 0), ("norm", 64, 0), ("sampling", 64, 192), ("speculative", 64, 96), ("topk", 64, 256)];
+    &[("activation", 48, 0), ("norm", 64, 0), ("sampling", 64, 192), ("speculative", 64, 112), ("topk", 64, 256)];
 
 fn budget(family: &str) -> (u32, u32) {
     let found = BUDGETS.iter().find(|b| b.0 == family).unwrap_or_else(|| panic!("{family} has no budget"));
