@@ -186,6 +186,7 @@ pub(crate) struct TreeOut<'a> {
 }
 
 /// Uniforms of the verification of trees.
+#[expect(clippy::large_enum_variant, reason = "one per call, on the stack")]
 pub(crate) enum Uniforms<'a> {
     Rng(PerRow<'a, RngState>),
     Given { nodes: TensorRef<'a>, last: TensorRef<'a> },

@@ -129,6 +129,7 @@ pub(crate) struct Scores<'a> {
 }
 
 /// What places become.
+#[expect(clippy::large_enum_variant, reason = "one per call, on the stack")]
 pub(crate) enum Places<'a> {
     Ragged {
         offsets: TensorRef<'a>,

@@ -27,7 +27,7 @@ const BUDGETS: &[(&str, u32, u32)] = &[
     ("quantize", 128, 0),
     ("rope", 48, 0),
     ("sampling", 64, 192),
-    ("speculative", 64, 96),
+    ("speculative", 64, 112),
     ("tokens", 128, 0),
     ("topk", 64, 256),
 ];
