@@ -136,7 +136,8 @@ impl Source {
     fn options(arch: Arch) -> Vec<String> {
         [format!("--gpu-architecture={arch}")]
             .into_iter()
-            .chain(["--std=c++17", "--ptxas-options=-v"].map(String::from))
+            // Lambdas and hooks that say nothing of where they run are for the device: there is no host here.
+            .chain(["--std=c++17", "--ptxas-options=-v", "--device-as-default-execution-space"].map(String::from))
             .collect()
     }
 

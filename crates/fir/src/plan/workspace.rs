@@ -61,7 +61,12 @@ pub(crate) type Tile = Mutex<Vec<f32>>;
 impl Scratch {
     pub(crate) fn new(partials: usize, workers: usize, tile: usize) -> Self {
         let tiles = (0..workers).map(|_| Mutex::new(vec![0.0; tile])).collect();
-        Self { partials: vec![0.0; partials], tiles, ..Self::default() }
+        Self {
+            partials: vec![0.0; partials],
+            tiles,
+            #[cfg(feature = "cuda")]
+            device: None,
+        }
     }
 
     /// Of a device's memory: `sizes.bytes()` zeros.

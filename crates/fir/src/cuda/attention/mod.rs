@@ -53,9 +53,11 @@ pub(crate) struct Spec {
 /// Most rows of a query tile, unless one token has more: those of one tensor-core tile.
 const ROWS: usize = 16;
 
-/// The kernels, best first, with the reason why each refuses a problem, if it does. The tensor-core kernel for long queries
-/// goes before them all.
-const CANDIDATES: &[(Form, fn(&Spec) -> Option<String>)] = &[
+/// A kernel and the reason why it refuses a problem, if it does.
+type Candidate = (Form, fn(&Spec) -> Option<String>);
+
+/// The kernels, best first. The tensor-core kernel for long queries goes before them all.
+const CANDIDATES: &[Candidate] = &[
     (Form::Decode, |s| {
         let Some(multiply) = form::multiplied(s.kv) else { return Some(format!("{} keys and values", s.kv)) };
         let bits = form::bits(s.kv);
@@ -63,7 +65,10 @@ const CANDIDATES: &[(Form, fn(&Spec) -> Option<String>)] = &[
             _ if s.dim_pe.is_some() => "latent attention".into(),
             _ if s.group > ROWS => format!("{} query heads per KV head are more than {ROWS}", s.group),
             _ if s.dim_qk.max(s.dim_vo) > 256 => format!("head dims {}, {} above 256", s.dim_qk, s.dim_vo),
-            _ if [s.dim_qk, s.dim_vo].iter().any(|d| d * bits % 128 != 0 || (bits == 4 && d % 64 != 0)) => {
+            _ if [s.dim_qk, s.dim_vo]
+                .iter()
+                .any(|d| !(d * bits).is_multiple_of(128) || (bits == 4 && !d.is_multiple_of(64))) =>
+            {
                 format!("{} rows of {} and {} elements", s.kv, s.dim_qk, s.dim_vo)
             }
             // The products' operands have 11 or 8 significant bits; the output may not have more.
@@ -195,6 +200,7 @@ pub(crate) enum Index<'a> {
 }
 
 /// Where finished rows go.
+#[expect(clippy::large_enum_variant, reason = "one at a time, on the stack")]
 pub(crate) enum Sink<'a> {
     Output {
         out: TensorMut<'a>,

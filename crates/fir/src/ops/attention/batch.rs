@@ -483,11 +483,10 @@ impl BatchPlan {
     ) -> Result<R> {
         let p = &self.problem;
         let (sm_scale, q_factor) = split_scale(self.check_args(op, &q, &kv, sm_scale)?);
-        let shape = match self.backend {
-            Backend::Cpu(shape) => shape,
-            #[cfg(feature = "cuda")]
-            Backend::Cuda(_) => return Err(self.backend.refuse(op, exec)),
-        };
+        #[cfg(feature = "cuda")]
+        let Backend::Cpu(shape) = self.backend else { return Err(self.backend.refuse(op, exec)) };
+        #[cfg(not(feature = "cuda"))]
+        let Backend::Cpu(shape) = self.backend;
         let (pool, bound) = (kv.pool(), self.bind(Place::Host, params)?);
         if let Kv::Paged(_, table) = kv {
             table.check_host(op)?;
