@@ -33,7 +33,7 @@ const BUDGETS: &[(&str, u32, u32)] = &[
 ];
 
 /// Bytes that a kernel may spill all the same, by a part of its name: accumulators of 256 columns beside fragments.
-const SPILLS: &[(&str, u32)] = &[("fir::Bf16, 256, 256", 64)];
+const SPILLS: &[(&str, u32)] = &[(", 256, 256, ", 64)];
 
 fn budget(source: &Source) -> (u32, u32) {
     let family = source.family();
