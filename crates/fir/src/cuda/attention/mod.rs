@@ -78,7 +78,8 @@ const CANDIDATES: &[Candidate] = &[
             _ if s.q == DType::F32 || (s.q == DType::F16 && multiply == DType::BF16) => {
                 format!("{} queries in {multiply} products", s.q)
             }
-            _ if bits < 16 && s.variant.rotates_keys() => format!("{} keys cannot be rotated", s.kv),
+            // Rotated keys would be rounded to 16 bits before the product.
+            _ if s.variant.rotates_keys() => format!("{} keys that are rotated", s.kv),
             _ => return None,
         };
         Some(why)
