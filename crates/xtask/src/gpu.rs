@@ -27,7 +27,7 @@ pub(crate) fn jit() -> Result<Step> {
     let folder = fs::canonicalize(folder)?;
     // Apart from the user's cache: a lane must not find what another version of it left.
     let cache = std::env::current_dir()?.join("target/jit-cache");
-    Ok(cargo("test -p fir-infer --all-features --test it jit:: -- --nocapture")
+    Ok(cargo("test --workspace --all-features --test it jit:: -- --nocapture")
         .env("FIR_REQUIRE_NVRTC", "1")
         .env("FIR_NVRTC", &folder.to_string_lossy())
         .env("FIR_CACHE_DIR", &cache.to_string_lossy()))

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use anyhow::{Result, bail};
 
-use crate::step::{Step, cargo, rust_files};
+use crate::step::{Step, cargo, program, rust_files};
 use crate::{deny, gpu};
 
 /// Results of all the test binaries run so far.
@@ -26,7 +26,8 @@ enum Action {
 
 /// The steps, cheapest and most often broken first.
 ///
-/// Examples and benches run in the test profile, so that the library is compiled once for all of them.
+/// Kernels, benches and examples are built for the whole workspace in the test profile, as the tests are: with other packages or
+/// another profile the library would be compiled again, for minutes.
 fn steps() -> Result<Vec<(String, Action)>> {
     use Action::{Count, Deny, Jit, Run};
     let docs = cargo("doc --quiet --workspace --no-deps --all-features").env("RUSTDOCFLAGS", "-D warnings");
@@ -38,16 +39,21 @@ fn steps() -> Result<Vec<(String, Action)>> {
         ("docs", Run(docs)),
         ("tests", Count(cargo("test --workspace --all-features --no-fail-fast"))),
         ("kernels", Jit),
-        ("benches, checked but not timed", Run(cargo("test --quiet -p fir-infer --all-features --benches"))),
+        ("benches, checked but not timed", Run(cargo("test --quiet --workspace --all-features --benches"))),
+        ("examples", Run(cargo("build --quiet --profile test --workspace --all-features --examples"))),
     ];
     let examples = rust_files("crates/fir/examples")?;
     for example in &examples {
-        let run = format!("run --quiet --profile test -p fir-infer --all-features --example {example}");
-        steps.push((example, Run(cargo(&run))));
+        steps.push((example, Run(program(&format!("{}/debug/examples/{example}", target()), ""))));
     }
     steps.push(("demo", Run(cargo("run --release -- demo --quick"))));
     steps.push(("dependencies", Deny));
     Ok(steps.into_iter().map(|(name, action)| (name.to_owned(), action)).collect())
+}
+
+/// Where cargo builds.
+fn target() -> String {
+    std::env::var("CARGO_TARGET_DIR").unwrap_or_else(|_| "target".into())
 }
 
 pub(crate) fn run() -> Result<()> {
