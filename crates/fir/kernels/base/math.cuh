@@ -13,13 +13,6 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return y;
 }
 
-// log2(x).
-__device__ __forceinline__ float log2_fast(float x) {
-  float y;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 // 1 / (1 + e^-x). The quotient is within two units in the last place, and 0 below 2^-126.
 __device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.f, 1.f + expf(-x)); }
 

@@ -3,7 +3,6 @@
 /// Files by their path under `kernels/`, which is their name in `#include <fir/…>`.
 pub(crate) const FILES: &[(&str, &str)] = &[
     ("activation.cuh", include_str!("../../kernels/activation.cuh")),
-    ("attention/append.cuh", include_str!("../../kernels/attention/append.cuh")),
     ("attention/decode.cuh", include_str!("../../kernels/attention/decode.cuh")),
     ("attention/levels.cuh", include_str!("../../kernels/attention/levels.cuh")),
     ("attention/merge.cuh", include_str!("../../kernels/attention/merge.cuh")),
