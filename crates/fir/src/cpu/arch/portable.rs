@@ -1,4 +1,6 @@
 //! Eight lanes in plain Rust: what any CPU runs, and what the others are compared with.
+//!
+//! Conversions and rounding are calls: inlined into every kernel they were a tenth of the crate's compile time.
 
 use crate::cpu::vector::{Kernel, Vector};
 use crate::tensor::{E2m1x2, E4m3, E5m2, Float, bf16, f16};
@@ -14,13 +16,13 @@ fn map2(a: F, b: F, f: impl Fn(f32, f32) -> f32) -> F {
     std::array::from_fn(|i| f(a[i], b[i]))
 }
 
-#[inline(always)]
+#[inline(never)]
 fn convert<T: Float>(x: &[T]) -> F {
     let x = x.first_chunk::<8>().expect("8 elements");
     std::array::from_fn(|i| x[i].to_f32())
 }
 
-#[inline(always)]
+#[inline(never)]
 fn round_into<T: Float>(x: F, out: &mut [T]) {
     *out.first_chunk_mut::<8>().expect("8 elements") = std::array::from_fn(|i| T::from_f32(x[i]));
 }
@@ -58,14 +60,14 @@ impl Vector for Portable {
     fn load_e5m2(self, x: &[E5m2]) -> F {
         convert(x)
     }
-    #[inline(always)]
+    #[inline(never)]
     fn load_e2m1(self, x: &[E2m1x2]) -> F {
         let x = x.first_chunk::<4>().expect("4 pairs").map(E2m1x2::to_f32);
         std::array::from_fn(|i| x[i / 2][i % 2])
     }
     #[inline(always)]
     fn store(self, x: F, out: &mut [f32]) {
-        round_into(x, out);
+        *out.first_chunk_mut().expect("8 elements") = x;
     }
     #[inline(always)]
     fn store_f16(self, x: F, out: &mut [f16]) {
@@ -75,7 +77,7 @@ impl Vector for Portable {
     fn store_bf16(self, x: F, out: &mut [bf16]) {
         round_into(x, out);
     }
-    #[inline(always)]
+    #[inline(never)]
     fn store_i8(self, x: F, out: &mut [i8]) {
         *out.first_chunk_mut::<8>().expect("8 elements") = self.round(x).map(|x| x as i8);
     }
@@ -87,7 +89,7 @@ impl Vector for Portable {
     fn store_e5m2(self, x: F, out: &mut [E5m2]) {
         round_into(x, out);
     }
-    #[inline(always)]
+    #[inline(never)]
     fn store_e2m1(self, x: F, out: &mut [E2m1x2]) {
         let codes = std::array::from_fn(|i| E2m1x2::from_f32([x[2 * i], x[2 * i + 1]]));
         *out.first_chunk_mut::<4>().expect("4 pairs") = codes;
@@ -104,7 +106,7 @@ impl Vector for Portable {
     fn mul(self, a: F, b: F) -> F {
         map2(a, b, |a, b| a * b)
     }
-    #[inline(always)]
+    #[inline(never)]
     fn div(self, a: F, b: F) -> F {
         map2(a, b, |a, b| a / b)
     }
@@ -129,24 +131,24 @@ impl Vector for Portable {
     fn copysign(self, a: F, sign: F) -> F {
         map2(a, sign, f32::copysign)
     }
-    #[inline(always)]
+    #[inline(never)]
     fn round(self, a: F) -> F {
         // 1.5 * 2^23 pushes the fraction out of the mantissa, ties to even; right for |a| < 2^22, and larger
         // values are integers already or far outside what the callers' polynomials take.
         const SHIFT: f32 = 12_582_912.0;
         a.map(|a| if a.abs() < 4_194_304.0 { (a + SHIFT) - SHIFT } else { a })
     }
-    #[inline(always)]
+    #[inline(never)]
     fn pow2(self, n: F) -> F {
         n.map(|n| f32::from_bits(((n as i32).wrapping_add(127) as u32) << 23))
     }
-    #[inline(always)]
+    #[inline(never)]
     fn split(self, x: F) -> (F, F) {
         let c = self.max([-127.0; 8], self.min([128.0; 8], x));
         let n = self.round(c);
         (n, self.sub(c, n))
     }
-    #[inline(always)]
+    #[inline(never)]
     fn scale(self, p: F, n: F) -> F {
         // Adds to the exponent: from -127 to 128 with p = 1 that gives the bits of 0 and of infinity.
         std::array::from_fn(|i| f32::from_bits(p[i].to_bits().wrapping_add((n[i] as i32 as u32) << 23)))
@@ -159,7 +161,7 @@ impl Vector for Portable {
     fn select(self, m: [bool; 8], a: F, b: F) -> F {
         std::array::from_fn(|i| if m[i] { a[i] } else { b[i] })
     }
-    #[inline(always)]
+    #[inline(never)]
     fn bits(self, m: [bool; 8]) -> u32 {
         // One multiplication gathers eight 0/1 bytes: byte i lands in bit 56 + i.
         let bytes = u64::from_le_bytes(m.map(u8::from));
