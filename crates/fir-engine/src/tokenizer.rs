@@ -44,6 +44,11 @@ pub struct Tokenizer {
 }
 
 impl Tokenizer {
+    /// That of a model: a GGUF file, or a folder with a `tokenizer.json`.
+    pub fn open(path: &Path) -> Result<Self> {
+        if path.is_dir() { Self::from_folder(path) } else { Self::from_gguf(&Meta::open(path)?) }
+    }
+
     /// From the `tokenizer.json` of a folder.
     pub fn from_folder(folder: &Path) -> Result<Self> {
         let path = folder.join("tokenizer.json");

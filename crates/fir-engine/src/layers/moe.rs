@@ -23,7 +23,7 @@ pub(crate) struct Experts {
 
 enum Weights {
     /// `[experts, 2 * inter, hidden]` and `[experts, hidden, inter]`.
-    Dense(Tensor, Tensor),
+    Dense(Box<[Tensor; 2]>),
     /// Gate and up, and down, of each expert.
     Blocks(Vec<(Linear, Linear)>),
 }
@@ -82,10 +82,10 @@ impl Experts {
         }
         let weights = if matches!(downs[0].kind, Kind::Dense(_)) && matches!(gates[0].kind, Kind::Dense(_)) {
             let pairs: Vec<Stored<'_>> = gates.into_iter().zip(ups).flat_map(|(g, u)| [g, u]).collect();
-            Weights::Dense(
+            Weights::Dense(Box::new([
                 dense(&pairs, &[moe.experts, 2 * inter, hidden], dtype)?,
                 dense(&downs, &[moe.experts, hidden, inter], dtype)?,
-            )
+            ]))
         } else {
             let each = gates.into_iter().zip(ups).zip(downs).map(|((gate, up), down)| {
                 Ok((Linear::stack(exec, &[gate, up], hidden, dtype)?, Linear::stack(exec, &[down], inter, dtype)?))
@@ -126,7 +126,8 @@ impl Experts {
         route(exec, routing, args)?;
         let (ids, weights) = (TensorRef::new(ids, &[n, top_k])?, TensorRef::new(weights, &[n, top_k])?);
         match &self.weights {
-            Weights::Dense(gate_up, down) => {
+            Weights::Dense(both) => {
+                let [gate_up, down] = &**both;
                 let (w_gate_up, w_down) = (gate_up.view().into(), down.view().into());
                 moe_ffn(exec, FfnArgs { x, ids, weights, w_gate_up, w_down, gate, out: out.reborrow() })?;
             }

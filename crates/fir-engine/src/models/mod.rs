@@ -47,10 +47,18 @@ pub(crate) struct Layer {
 }
 
 pub(crate) enum Attention {
-    /// Queries, keys and values in one product; norms of their heads.
-    Full { qkv: Linear, norms: Option<(Tensor, Tensor)> },
+    /// Heads of keys and values.
+    Full(Box<Full>),
     /// Latent attention.
     Mla(Box<Mla>),
+}
+
+/// Projections of attention with heads.
+pub(crate) struct Full {
+    /// Queries, keys and values in one product.
+    pub(crate) qkv: Linear,
+    /// Norms of the heads of queries and keys.
+    pub(crate) norms: Option<(Tensor, Tensor)>,
 }
 
 /// Projections of latent attention, the key's absorbed into the query and the value's into the output.
@@ -270,7 +278,8 @@ impl Loader<'_> {
             (Some(q), Some(k)) => Some((q, k)),
             _ => None,
         };
-        Ok(Attention::Full { qkv: self.linear(i, &[("attn_q", q), ("attn_k", kv), ("attn_v", kv)], c.hidden)?, norms })
+        let qkv = self.linear(i, &[("attn_q", q), ("attn_k", kv), ("attn_v", kv)], c.hidden)?;
+        Ok(Attention::Full(Box::new(Full { qkv, norms })))
     }
 
     fn mla(&self, i: usize) -> Result<Attention> {

@@ -13,9 +13,8 @@ use half::bf16;
 use super::input::{Input, Levels};
 use super::{KvCache, first, first_mut};
 use crate::error::{Error, Result};
-use crate::layers::linear::Linear;
 use crate::layers::moe::matrix;
-use crate::models::{KvLayout, Mla, Model, ModelConfig, rope::Angles};
+use crate::models::{Attention, Full, KvLayout, Mla, Model, ModelConfig, rope::Angles};
 
 /// Where every sequence's KV is cut, whatever else is in the batch: results are the same bits alone and with others.
 /// Two threads share one sequence's decode from 256 tokens on.
@@ -80,10 +79,7 @@ impl Attend {
     pub(super) fn new(model: &Model, tokens: usize) -> Result<Self> {
         let c = model.config();
         let mid = |columns: usize| Tensor::zeros(model.mid, &[tokens, columns]);
-        let normed = model
-            .layers
-            .iter()
-            .any(|l| matches!(&l.attn, crate::models::Attention::Full { norms, .. } if norms.is_some()));
+        let normed = model.layers.iter().any(|l| matches!(&l.attn, Attention::Full(full) if full.norms.is_some()));
         let latent = c.mla.map(|m| -> Result<Latent> {
             Ok(Latent {
                 q_a: mid(m.q_rank)?,
@@ -188,17 +184,18 @@ impl Attend {
         model: &Model,
         kv: &mut KvCache,
         layer: usize,
-        (qkv, norms): (&Linear, Option<&(Tensor, Tensor)>),
+        w: &Full,
         x: TensorRef<'_>,
         tables: Tables<'_>,
     ) -> Result<()> {
         let c = model.config();
         let (n, dim) = (self.n, c.head_dim);
-        qkv.run(exec, x, first_mut(&mut self.qkv, n)?)?;
+        w.qkv.run(exec, x, first_mut(&mut self.qkv, n)?)?;
         let heads = first(&self.qkv, n)?.reshape(&[n, c.heads + 2 * c.kv_heads, dim])?;
         let (mut q, mut k) = (heads.slice(1, 0..c.heads)?, heads.slice(1, c.heads..c.heads + c.kv_heads)?);
         let v = heads.slice(1, c.heads + c.kv_heads..c.heads + 2 * c.kv_heads)?;
-        if let (Some((q_weight, k_weight)), Some(q_to), Some(k_to)) = (norms, &mut self.q_normed, &mut self.k_normed) {
+        if let (Some((q_weight, k_weight)), Some(q_to), Some(k_to)) = (&w.norms, &mut self.q_normed, &mut self.k_normed)
+        {
             norm::rms_norm(exec, q, q_weight.view(), c.eps, heads_mut(q_to, n, c.heads)?)?;
             norm::rms_norm(exec, k, k_weight.view(), c.eps, heads_mut(k_to, n, c.kv_heads)?)?;
             q = first(q_to, n)?.reshape(&[n, c.heads, dim])?;

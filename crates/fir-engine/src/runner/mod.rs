@@ -136,9 +136,7 @@ impl Runner {
             let x = first(&self.x, n)?;
             let tables = attention::Tables { table: &table, shared: shared.as_ref(), slots: self.input.slots() };
             match &layer.attn {
-                Attention::Full { qkv, norms } => {
-                    self.attend.full(exec, model, kv, i, (qkv, norms.as_ref()), x, tables)?;
-                }
+                Attention::Full(full) => self.attend.full(exec, model, kv, i, full, x, tables)?,
                 Attention::Mla(mla) => self.attend.latent(exec, model, kv, i, mla, x, tables)?,
             }
             if let (Some(keep), true) = (keep, i + 1 == model.layers.len()) {

@@ -58,6 +58,11 @@ pub(crate) struct Meta {
 }
 
 impl Meta {
+    /// The metadata of a file alone.
+    pub(crate) fn open(path: &Path) -> Result<Self> {
+        Ok(open(path)?.1)
+    }
+
     pub(crate) fn get(&self, key: &str) -> Option<&Value> {
         self.values.get(key)
     }
