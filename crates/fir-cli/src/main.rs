@@ -1,4 +1,4 @@
-//! The command line of fir: `fir demo` shows the library at work in a terminal, `fir tune` fits it to a machine, `fir jit`
+//! The command line of fir: `fir generate` answers a prompt, `fir pull` fetches a model, `fir demo` shows the library at work in a terminal, `fir tune` fits it to a machine, `fir jit`
 //! compiles kernels ahead of their first use.
 #![forbid(unsafe_code)]
 
@@ -23,8 +23,12 @@ struct Cli {
 enum Command {
     /// Plans, runs, checks and times a batch of requests that share a system prompt
     Demo(cmd::demo::Options),
+    /// Answers a prompt with a model, fetched on first use
+    Generate(cmd::generate::Options),
     /// Compiles, lists and removes the kernels of CUDA devices
     Jit(cmd::jit::Options),
+    /// Fetches a model and prints where it is
+    Pull(cmd::pull::Options),
     /// Measures the kernels' block sizes on this machine and saves them
     Tune(cmd::tune::Options),
 }
@@ -37,7 +41,9 @@ fn main() -> anyhow::Result<ExitCode> {
     }
     let done = match command {
         Command::Demo(options) => cmd::demo::run(&options, style(), &mut stdout().lock()),
+        Command::Generate(options) => cmd::generate::run(&options, &mut stdout().lock()),
         Command::Jit(options) => cmd::jit::run(&options, &mut stdout()),
+        Command::Pull(options) => cmd::pull::run(&options, &mut stdout().lock()),
         Command::Tune(options) => cmd::tune::run(&options, &mut stdout().lock()),
     };
     match done {

@@ -1,46 +1,28 @@
 //! What the engine runs on: a model with its pages, or in tests a toy whose tokens are a function of what it reads back
 //! through the page tables, so that a wrong page shows in the text.
 
+use std::sync::Arc;
+
+use fir::Exec;
+
 use crate::error::Result;
+use crate::models::Model;
+use crate::runner::{Batch, KvCache, Runner};
+use crate::tokenizer::Detokenizer;
 #[cfg(test)]
 pub(crate) use toy::Toy;
 
-/// One sequence's part of a step.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Seq<'a> {
-    /// New tokens.
-    pub new: usize,
-    /// Pages that cover the past and the new tokens.
-    pub pages: &'a [u32],
-    /// Tokens before this step.
-    pub past: usize,
-}
-
-/// Consecutive sequences whose first tokens lie in the same pages.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Shared {
-    /// The first of them.
-    pub first: usize,
-    /// How many.
-    pub count: usize,
-    /// Tokens that they share: whole pages, all of them past.
-    pub len: usize,
-}
-
-/// One step of many sequences.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Batch<'a> {
-    /// New tokens, sequence after sequence.
-    pub tokens: &'a [u32],
-    /// The sequences.
-    pub seqs: &'a [Seq<'a>],
-    /// Rows of `tokens` whose logits are wanted.
-    pub logits: &'a [u32],
-    /// Groups that share a prefix, read once.
-    pub shared: &'a [Shared],
+/// A model, its pages and the buffers of its steps.
+pub(crate) struct Running {
+    pub model: Arc<Model>,
+    pub kv: KvCache,
+    pub runner: Runner,
+    /// Where tokens are drawn: logits come to the host's memory.
+    pub host: Exec,
 }
 
 pub(crate) enum Backend {
+    Model(Box<Running>),
     #[cfg(test)]
     Toy(Toy),
 }
@@ -49,13 +31,44 @@ impl Backend {
     /// Runs one step; logits are `[rows, vocab]`.
     pub(crate) fn step(&mut self, batch: &Batch<'_>) -> Result<&mut [f32]> {
         match self {
+            Self::Model(m) => m.runner.step(m.model.exec(), &m.model, &mut m.kv, batch),
             #[cfg(test)]
             Self::Toy(toy) => toy.step(batch),
         }
     }
 
+    /// Runs one step for the final states of all its tokens, `[tokens, width]`, and returns the width with them.
+    pub(crate) fn hidden(&mut self, batch: &Batch<'_>) -> Result<(usize, &[f32])> {
+        match self {
+            Self::Model(m) => {
+                let width = m.model.config().hidden;
+                Ok((width, m.runner.hidden(m.model.exec(), &m.model, &mut m.kv, batch)?))
+            }
+            #[cfg(test)]
+            Self::Toy(toy) => toy.hidden(batch),
+        }
+    }
+
+    pub(crate) fn vocab(&self) -> usize {
+        match self {
+            Self::Model(m) => m.model.config().vocab,
+            #[cfg(test)]
+            Self::Toy(toy) => toy.vocab,
+        }
+    }
+
+    /// The text that is certain with this token.
+    pub(crate) fn text(&self, so_far: &mut Detokenizer, id: u32) -> String {
+        match self {
+            Self::Model(m) => so_far.push(m.model.tokenizer(), id),
+            #[cfg(test)]
+            Self::Toy(_) => char::from(id as u8 % 26 + b'a').to_string(),
+        }
+    }
+
     pub(crate) fn page_bytes(&self) -> usize {
         match self {
+            Self::Model(m) => m.kv.page_bytes(),
             #[cfg(test)]
             Self::Toy(toy) => toy.page_size * 4,
         }
@@ -63,6 +76,7 @@ impl Backend {
 
     pub(crate) fn copy_page(&mut self, from: u32, to: u32, tokens: usize) -> Result<()> {
         match self {
+            Self::Model(m) => m.kv.copy_page(from, to, tokens),
             #[cfg(test)]
             Self::Toy(toy) => toy.copy_page(from, to, tokens),
         }
@@ -70,6 +84,7 @@ impl Backend {
 
     pub(crate) fn read_page(&self, page: u32, to: &mut [u8]) -> Result<()> {
         match self {
+            Self::Model(m) => m.kv.read_page(page, to),
             #[cfg(test)]
             Self::Toy(toy) => toy.read_page(page, to),
         }
@@ -77,6 +92,7 @@ impl Backend {
 
     pub(crate) fn write_page(&mut self, page: u32, from: &[u8]) -> Result<()> {
         match self {
+            Self::Model(m) => m.kv.write_page(page, from),
             #[cfg(test)]
             Self::Toy(toy) => toy.write_page(page, from),
         }
@@ -85,8 +101,8 @@ impl Backend {
 
 #[cfg(test)]
 mod toy {
-    use super::{Batch, Shared};
     use crate::error::{Error, Result};
+    use crate::runner::{Batch, Shared};
 
     /// Its "KV" of a token is the token; its logits are a hash of all tokens up to a row, as pages have them.
     pub(crate) struct Toy {
@@ -170,6 +186,14 @@ mod toy {
                 std::thread::sleep(self.pace * (10 + row as u32));
             }
             Ok(&mut self.logits)
+        }
+
+        /// A token's state is itself, twice.
+        pub(super) fn hidden(&mut self, batch: &Batch<'_>) -> Result<(usize, &[f32])> {
+            let all = Batch { logits: &[], ..*batch };
+            self.step(&all)?;
+            self.logits = batch.tokens.iter().flat_map(|&t| [t as f32; 2]).collect();
+            Ok((2, &self.logits))
         }
 
         pub(super) fn copy_page(&mut self, from: u32, to: u32, tokens: usize) -> Result<()> {

@@ -9,6 +9,7 @@ use std::collections::HashMap;
 use std::hash::{BuildHasher, Hasher, RandomState};
 
 use fir::sampling::{Draw, Filters, PerRow, RngState};
+use fir::tensor::Bool;
 use fir::{Exec, TensorMut, TensorRef};
 use llguidance::Matcher;
 
@@ -168,7 +169,7 @@ pub(crate) struct Sampler {
     /// Token of each row.
     pub out: Vec<i32>,
     /// Whether the row was a distribution.
-    pub valid: Vec<bool>,
+    valid: Vec<Bool>,
     /// Logits as the model gave them, of rows whose request asks for log probabilities.
     raw: HashMap<usize, Vec<f32>>,
 }
@@ -225,7 +226,7 @@ impl Sampler {
         self.out.clear();
         self.out.resize(rows, 0);
         self.valid.clear();
-        self.valid.resize(rows, false);
+        self.valid.resize(rows, Bool(0));
         if rows == 0 {
             return Ok(());
         }
@@ -244,6 +245,11 @@ impl Sampler {
         };
         fir::sampling::sample(exec, TensorRef::new(logits, &[rows, vocab])?, filters, draw)?;
         Ok(())
+    }
+
+    /// Whether a row was a distribution.
+    pub(crate) fn valid(&self, row: usize) -> bool {
+        self.valid[row].0 != 0
     }
 
     /// Log probabilities of a row's token and the `top` likeliest, if its request asked for them.
@@ -282,7 +288,7 @@ mod tests {
             sampler.push(chooser, row, VOCAB, &[], generated).unwrap();
         }
         sampler.draw(&exec, &rows, VOCAB).unwrap();
-        assert!(sampler.valid.iter().all(|v| *v));
+        assert!((0..choosers.len()).all(|row| sampler.valid(row)));
         let probs = choosers.iter().enumerate().map(|(i, c)| sampler.logprobs(i, c.sampling.logprobs)).collect();
         (sampler.out, probs)
     }

@@ -1,6 +1,6 @@
 //! Which running sequences read a common prefix together: cascade attention's groups, chosen by what they save.
 
-use crate::backend::Shared;
+use crate::runner::Shared;
 
 /// Reading a group's prefix apart costs each member a merge of two partial results, about as much as so many KV tokens:
 /// a state is read twice and written once per query head, and a KV token is read once per KV head.

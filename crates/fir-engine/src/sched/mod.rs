@@ -16,11 +16,12 @@ mod sim;
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
-use crate::backend::{Backend, Shared};
+use crate::backend::Backend;
 use crate::error::{Error, Result};
 use crate::kv::pool::Pool;
 use crate::kv::radix::{NodeId, Place, Tree, common};
 use crate::kv::tier::{Fetch, Tier};
+use crate::runner::Shared;
 use cost::{Cost, Load};
 use group::Member;
 

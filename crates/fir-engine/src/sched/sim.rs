@@ -2,8 +2,9 @@
 //! come back, and nobody waits forever.
 
 use super::*;
-use crate::backend::{self, Batch, Toy};
+use crate::backend::Toy;
 use crate::kv::tier::Budget;
+use crate::runner::{self, Batch};
 use std::collections::HashMap;
 
 const PAGE: usize = 4;
@@ -61,7 +62,7 @@ impl Sim {
             let pending = seq.tokens[past..].iter().chain(&seq.drafts);
             tokens.extend(pending.take(work.new));
             rows.extend((tokens.len() - work.rows..tokens.len()).map(|r| r as u32));
-            seqs.push(backend::Seq { new: work.new, pages, past });
+            seqs.push(runner::Seq { new: work.new, pages, past });
         }
         let batch = Batch { tokens: &tokens, seqs: &seqs, logits: &rows, shared: &step.shared };
         let logits = self.backend.step(&batch).unwrap();
@@ -228,7 +229,7 @@ fn a_prefix_is_computed_once_for_all_who_come_at_once() {
     while ended < 32 {
         ended += sim.step().unwrap().len();
     }
-    let Backend::Toy(toy) = &sim.backend;
+    let Backend::Toy(toy) = &sim.backend else { unreachable!() };
     assert_eq!(toy.computed, 2000 + 32 * (3 + 8 - 1), "the prefix once, then what each has of its own");
     assert!(toy.groups > 0);
     // A second wave finds all of it.
