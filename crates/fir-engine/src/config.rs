@@ -104,7 +104,8 @@ impl Config {
     }
 
     pub(crate) fn check(&self) -> Result<()> {
-        let wrong = |what: &str, got: String, want: &str| Err(Error::Config(format!("{what} is {got}, expected {want}")));
+        let wrong =
+            |what: &str, got: String, want: &str| Err(Error::Config(format!("{what} is {got}, expected {want}")));
         if !(1..=1024).contains(&self.page_size) {
             return wrong("page_size", self.page_size.to_string(), "1 to 1024");
         }
@@ -144,7 +145,9 @@ impl Config {
         let (memory, why) = match self.memory {
             Some(bytes) => (bytes, "memory".to_string()),
             None => {
-                let free = free_memory().ok_or_else(|| Error::Config("memory: not given, and the system does not say what is free".into()))?;
+                let free = free_memory().ok_or_else(|| {
+                    Error::Config("memory: not given, and the system does not say what is free".into())
+                })?;
                 (free / 2, format!("half of the {} MiB that are free", free >> 20))
             }
         };
@@ -161,8 +164,16 @@ impl Config {
         let pages = (rest / page_bytes + 1).min(useful.max(1)).min(i32::MAX as u64 / self.page_size as u64);
         let context = wanted.min(pages as usize * self.page_size);
         let mut parts = vec![
-            Part { name: "step buffers", bytes: runner, why: format!("{} tokens, {} rows of logits", self.max_step_tokens, self.max_rows()) },
-            Part { name: "sampler", bytes: sampler, why: format!("{} rows of {} tokens", self.max_rows(), config.vocab) },
+            Part {
+                name: "step buffers",
+                bytes: runner,
+                why: format!("{} tokens, {} rows of logits", self.max_step_tokens, self.max_rows()),
+            },
+            Part {
+                name: "sampler",
+                bytes: sampler,
+                why: format!("{} rows of {} tokens", self.max_rows(), config.vocab),
+            },
             Part {
                 name: "KV pages",
                 bytes: pages * page_bytes,

@@ -10,7 +10,6 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
 use std::time::{Duration, Instant};
 
 use fir::Exec;
-use llguidance::Matcher;
 
 use crate::backend::Backend;
 use crate::config::Config;
@@ -231,7 +230,7 @@ impl Engine {
                 }
             };
             let s = &request.sampling;
-            let chooser = Chooser::new(s, index, &request.prompt, &self.eos, seed, grammar.as_ref().map(Matcher::clone));
+            let chooser = Chooser::new(s, index, &request.prompt, &self.eos, seed, grammar.clone());
             let choice = Choice {
                 request: id,
                 index,
@@ -261,7 +260,9 @@ impl Engine {
         }
         let now = Instant::now();
         for work in &step.works {
-            let Some(request) = self.choices.get(&work.id).and_then(|c| self.requests.get_mut(&c.request)) else { continue };
+            let Some(request) = self.choices.get(&work.id).and_then(|c| self.requests.get_mut(&c.request)) else {
+                continue;
+            };
             if request.queued > 0 {
                 self.link.admitted(std::mem::take(&mut request.queued));
                 self.stats.queue_time.observe((now - request.submitted).as_secs_f64());
@@ -299,7 +300,8 @@ impl Engine {
         if self.config.drafts == 0 {
             return;
         }
-        let decoding: Vec<SeqId> = self.sched.running().iter().copied().filter(|&id| self.sched.seq(id).decoding()).collect();
+        let decoding: Vec<SeqId> =
+            self.sched.running().iter().copied().filter(|&id| self.sched.seq(id).decoding()).collect();
         let load = |&id: &SeqId| sched::cost::Load::of(self.sched.kv(id).1, 1, 1);
         let base = decoding.iter().map(load).fold(sched::cost::Load::default(), sched::cost::Load::plus);
         for id in decoding {

@@ -170,8 +170,7 @@ impl Engine {
         let (vocab, eos) = (model.config().vocab, model.config().eos.clone());
         let tokenizer = model.tokenizer();
         let text = |id: u32| (id as usize) < tokenizer.vocab() && !tokenizer.is_special(id);
-        let words: Vec<_> =
-            (0..vocab as u32).map(|id| text(id).then(|| tokenizer.token_bytes(id).to_vec())).collect();
+        let words: Vec<_> = (0..vocab as u32).map(|id| text(id).then(|| tokenizer.token_bytes(id).to_vec())).collect();
         let grammars = if eos.is_empty() { None } else { Some(Grammars::new(&words, &eos)?) };
         let backend = Backend::Model(Box::new(Running { model, kv, runner }));
         launch(config, backend, plan, vocab, eos, host, grammars)
@@ -226,7 +225,9 @@ impl Handle {
         let grammar = match (&request.sampling.grammar, &*self.grammars) {
             (None, _) => None,
             (Some(grammar), Some(grammars)) => Some(grammars.compile(grammar)?),
-            (Some(_), None) => return Err(bad("grammar", "this model has no end token, so that no grammar can end".into())),
+            (Some(_), None) => {
+                return Err(bad("grammar", "this model has no end token, so that no grammar can end".into()));
+            }
         };
         let tokens = request.prompt.len();
         let mut state = self.link.state();
@@ -316,7 +317,8 @@ impl Handle {
     }
 
     fn gone(&self) -> Error {
-        let reason = self.link.state().stopped.clone().map_or_else(|| "its thread is gone".into(), |(reason, _)| reason);
+        let reason =
+            self.link.state().stopped.clone().map_or_else(|| "its thread is gone".into(), |(reason, _)| reason);
         Error::Stopped(reason)
     }
 

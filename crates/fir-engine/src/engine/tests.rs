@@ -48,8 +48,11 @@ struct Answer {
     usage: Usage,
 }
 
+/// Tokens, text and end of a continuation, as far as they have come.
+type Partial = (Vec<u32>, String, Option<(Finish, Usage)>);
+
 fn answers(events: Receiver<Event>) -> Result<Vec<Answer>, String> {
-    let mut all: Vec<(Vec<u32>, String, Option<(Finish, Usage)>)> = Vec::new();
+    let mut all: Vec<Partial> = Vec::new();
     for event in events {
         let (Event::Token { choice, .. } | Event::Finished { choice, .. }) = &event else {
             let Event::Failed(why) = event else { unreachable!() };
@@ -70,7 +73,7 @@ fn answers(events: Receiver<Event>) -> Result<Vec<Answer>, String> {
             Event::Failed(_) => unreachable!(),
         }
     }
-    let answer = |(tokens, text, end): (Vec<u32>, String, Option<(Finish, Usage)>)| {
+    let answer = |(tokens, text, end): Partial| {
         let (reason, usage) = end.expect("an end");
         Answer { tokens, text, reason, usage }
     };
@@ -127,7 +130,13 @@ fn guesses_change_the_number_of_steps_and_nothing_else() {
         let mut toy = Toy::new(PAGES, 4, 3);
         toy.pace = Duration::from_micros(1);
         let handle = start(Config { drafts, ..config() }, toy);
-        let sampling = Sampling { max_tokens: 300, temperature: 1.0, seed: Some(5), frequency_penalty: 0.01, ..Sampling::default() };
+        let sampling = Sampling {
+            max_tokens: 300,
+            temperature: 1.0,
+            seed: Some(5),
+            frequency_penalty: 0.01,
+            ..Sampling::default()
+        };
         let answer = one(&handle, request(vec![0, 1, 2, 0, 1], sampling));
         (answer, handle.stats())
     };
@@ -394,11 +403,20 @@ fn bad_requests_are_refused_with_field_and_value() {
         (with(|r| r.sampling.temperature = -1.0), "`temperature`: is -1, expected a number, 0 or more"),
         (with(|r| r.sampling.top_p = 0.0), "`top_p`: is 0, expected more than 0 and at most 1"),
         (with(|r| r.sampling.max_tokens = 0), "`max_tokens`: is 0, expected 1 or more"),
-        (with(|r| r.sampling.logit_bias = vec![(300, 1.0)]), "`logit_bias`: has token 300, the vocabulary ends before 258"),
-        (with(|r| r.sampling.stop = vec![String::new()]), "`stop`: is an empty text, expected texts of a character at least"),
+        (
+            with(|r| r.sampling.logit_bias = vec![(300, 1.0)]),
+            "`logit_bias`: has token 300, the vocabulary ends before 258",
+        ),
+        (
+            with(|r| r.sampling.stop = vec![String::new()]),
+            "`stop`: is an empty text, expected texts of a character at least",
+        ),
         (with(|r| r.sampling.allowed_tokens = Some(vec![])), "`allowed_tokens`: is empty, expected a token at least"),
     ] {
         assert_eq!(got, want);
     }
-    assert_eq!(one(&handle, Request { sampling: Sampling { max_tokens: 2, ..Sampling::default() }, ..good() }).tokens.len(), 2);
+    assert_eq!(
+        one(&handle, Request { sampling: Sampling { max_tokens: 2, ..Sampling::default() }, ..good() }).tokens.len(),
+        2
+    );
 }

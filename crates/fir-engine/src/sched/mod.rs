@@ -122,8 +122,6 @@ pub(crate) struct Step {
     /// KV tokens that attention would read without groups, and reads with them.
     pub read_flat: usize,
     pub read: usize,
-    /// Some of it is a prompt.
-    pub prefill: bool,
 }
 
 /// What the scheduler counts.
@@ -294,7 +292,7 @@ impl Scheduler {
         }
         self.admit_waiting(most, backend)?;
         self.split(most, &mut works, &mut load);
-        Ok(self.group(works, load, decoders))
+        Ok(self.group(works, load))
     }
 
     fn prefilling(&self) -> impl Iterator<Item = SeqId> {
@@ -312,11 +310,12 @@ impl Scheduler {
                 // Guesses are not worth a page of somebody else's.
                 let room = have - seq.computed - 1;
                 let want = seq.drafts.len();
-                if want > room && self.available() > self.reserve() {
-                    if let Some(page) = self.alloc(backend)? {
-                        self.seq_mut(id).pages.push(page);
-                        continue;
-                    }
+                if want > room
+                    && self.available() > self.reserve()
+                    && let Some(page) = self.alloc(backend)?
+                {
+                    self.seq_mut(id).pages.push(page);
+                    continue;
                 }
                 self.seq_mut(id).drafts.truncate(room);
                 return Ok(true);
@@ -532,10 +531,9 @@ impl Scheduler {
     }
 
     /// Orders a step's parts so that those that share a prefix stand together.
-    fn group(&self, works: Vec<Work>, load: Load, decoders: usize) -> Step {
-        let prefill = works.len() > decoders;
+    fn group(&self, works: Vec<Work>, load: Load) -> Step {
         let read_flat = works.iter().map(|w| self.seq(w.id).computed + w.new).sum();
-        let mut step = Step { load, read_flat, read: read_flat, prefill, ..Step::default() };
+        let mut step = Step { load, read_flat, read: read_flat, ..Step::default() };
         if !self.limits.cascade || works.len() < 2 {
             step.works = works;
             return step;

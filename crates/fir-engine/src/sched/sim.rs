@@ -70,7 +70,8 @@ impl Sim {
         let took = machine(step.load);
         self.clock += Duration::from_secs_f64(took / 1e3);
         self.sched.cost.learn(step.load, Duration::from_secs_f64(took / 1e3));
-        if step.prefill && step.works.iter().any(|w| self.sched.seq(w.id).decoding()) {
+        let decoding = step.works.iter().filter(|w| self.sched.seq(w.id).decoding()).count();
+        if (1..step.works.len()).contains(&decoding) {
             self.longest_step = f64::max(self.longest_step, took);
         }
         let (mut row, mut ended) = (0, Vec::new());
@@ -195,20 +196,16 @@ fn files_that_vanish_during_a_storm_change_nothing() {
     let stopped = std::sync::Arc::clone(&stop);
     let vandal = std::thread::spawn(move || {
         while !stopped.load(std::sync::atomic::Ordering::Relaxed) {
-            let own = std::fs::read_dir(&vandal_folder).unwrap().next().unwrap().unwrap().path();
-            for (i, file) in std::fs::read_dir(own).into_iter().flatten().flatten().enumerate() {
+            let Some(Ok(own)) = std::fs::read_dir(&vandal_folder).unwrap().next() else { return };
+            for (i, file) in std::fs::read_dir(own.path()).into_iter().flatten().flatten().enumerate() {
                 let path = file.path();
                 let _ = if i % 2 == 0 { std::fs::remove_file(path) } else { std::fs::write(path, b"torn") };
             }
             std::thread::sleep(Duration::from_millis(1));
         }
     });
-    // The tier goes with the storm, and its folder with it: the vandal must be done by then.
     let counts = std::thread::scope(|s| {
-        let storm = s.spawn(move || {
-            let counts = storm(500, Some(tier), 3);
-            counts
-        });
+        let storm = s.spawn(move || storm(500, Some(tier), 3));
         std::thread::sleep(Duration::from_millis(200));
         stop.store(true, std::sync::atomic::Ordering::Relaxed);
         vandal.join().unwrap();
