@@ -1,6 +1,7 @@
 //! The engine's settings, and what they come to in bytes before anything is allocated.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::error::{Error, Result};
@@ -33,8 +34,10 @@ pub struct Config {
     pub prefix_cache: bool,
     /// Whether a prefix that several sequences share is read once for all.
     pub cascade: bool,
-    /// Tokens guessed at once from what came before, at most; 0 guesses none.
+    /// Tokens guessed at once, at most, from what came before; 0 guesses none.
     pub drafts: usize,
+    /// A smaller model of the same vocabulary that guesses, in place of what came before.
+    pub draft_model: Option<Arc<Model>>,
     /// Bytes of memory for pages that left the pool; beside `memory`.
     pub host_tier: u64,
     /// A folder for pages that left memory, and bytes in it.
@@ -58,6 +61,7 @@ impl Default for Config {
             prefix_cache: true,
             cascade: true,
             drafts: 4,
+            draft_model: None,
             host_tier: 0,
             disk_tier: None,
             stuck_after: Duration::from_secs(60),
@@ -137,7 +141,11 @@ impl Config {
     pub(crate) fn plan(&self, model: &Model, runner: u64) -> Result<MemoryPlan> {
         self.check()?;
         let config = model.config();
-        let page_bytes = KvCache::page_bytes_for(model, self.page_size, self.kv_type)? as u64;
+        let mut page_bytes = KvCache::page_bytes_for(model, self.page_size, self.kv_type)? as u64;
+        if let Some(small) = &self.draft_model {
+            // It follows the same sequences.
+            page_bytes += KvCache::page_bytes_for(small, self.page_size, self.kv_type)? as u64;
+        }
         let wanted = self.context.unwrap_or(config.context);
         if wanted == 0 || wanted > config.context {
             return Err(Error::Config(format!("context is {wanted}, expected 1 to the model's {}", config.context)));

@@ -5,7 +5,7 @@ use crate::backend::Toy;
 use crate::config::MemoryPlan;
 use crate::grammar::Grammars;
 use crate::handle::{Handle, Health, launch};
-use crate::request::{Grammar, Request, Sampling};
+use crate::request::{Grammar, Request, Sampling, Usage};
 use std::sync::mpsc::{Receiver, channel};
 
 const VOCAB: usize = 258;
@@ -17,12 +17,17 @@ fn config() -> Config {
 }
 
 fn start(config: Config, toy: Toy) -> Handle {
+    start_with(config, toy, None)
+}
+
+fn start_with(config: Config, toy: Toy, drafter: Option<Drafter>) -> Handle {
     let mut words: Vec<Option<Vec<u8>>> = (0..=255u8).map(|b| Some(vec![b])).collect();
     words.extend([None, None]);
     let grammars = (toy.vocab == VOCAB).then(|| Grammars::new(&words, &[EOS]).unwrap());
     let plan = MemoryPlan { parts: Vec::new(), pages: PAGES, context: 2200 };
-    let (vocab, eos) = (toy.vocab, if toy.vocab == VOCAB { vec![EOS] } else { vec![] });
-    launch(config, Backend::Toy(toy), plan, vocab, eos, Exec::cpu().unwrap(), grammars).unwrap()
+    let eos = if toy.vocab == VOCAB { vec![EOS] } else { vec![] };
+    let parts = Parts { backend: Backend::Toy(toy), drafter, plan, eos, host: Exec::cpu().unwrap() };
+    launch(config, parts, grammars).unwrap()
 }
 
 fn toy() -> Toy {
@@ -145,6 +150,42 @@ fn guesses_change_the_number_of_steps_and_nothing_else() {
     assert_eq!(plain, guessed);
     assert!(stats.accepted_tokens > 20 && stats.drafted_tokens > stats.accepted_tokens, "{stats:?}");
     assert!(stats.steps < 300);
+}
+
+#[test]
+fn a_small_model_guesses_and_changes_nothing() {
+    let sampling = |i: u64| Sampling {
+        max_tokens: 60,
+        temperature: [0.0, 0.7][i as usize % 2],
+        seed: Some(i),
+        ..Sampling::default()
+    };
+    let run = |drafter: Option<Drafter>, drafts| {
+        let mut toy = toy();
+        toy.pace = Duration::from_micros(20);
+        let handle = start_with(Config { drafts, ..config() }, toy, drafter);
+        let all: Vec<_> = (0..6)
+            .map(|i| submit(&handle, request((0..40).map(|t| t * 3 + i).collect(), sampling(i.into()))))
+            .collect();
+        let tokens: Vec<_> = all.into_iter().map(|e| answers(e).unwrap().pop().unwrap().tokens).collect();
+        all_pages_are_back(&handle);
+        (tokens, handle.stats())
+    };
+    let (want, plain) = run(None, 0);
+    // The same toy, so that all guesses of greedy requests are right; and a pool for some of the requests only.
+    for pages in [PAGES, 40] {
+        let drafter = Drafter::new(Backend::Toy(Toy::new(pages, 4, VOCAB)), pages, 4, 512);
+        let (got, stats) = run(Some(drafter), 4);
+        assert_eq!(got, want);
+        assert!(stats.accepted_tokens > 30 && stats.drafter_error.is_none(), "{stats:?}");
+        assert!(pages < PAGES || stats.steps < plain.steps, "{} steps, {} without", stats.steps, plain.steps);
+    }
+    // One that fails is done without.
+    let mut bad = toy();
+    bad.fail_at = Some((3, false));
+    let (got, stats) = run(Some(Drafter::new(Backend::Toy(bad), PAGES, 4, 512)), 4);
+    assert_eq!(got, want);
+    assert!(stats.drafter_error.is_some_and(|e| e.contains("the toy fails")));
 }
 
 #[test]
