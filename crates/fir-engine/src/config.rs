@@ -116,11 +116,9 @@ impl Config {
         if !(1..=4096).contains(&self.max_seqs) {
             return wrong("max_seqs", self.max_seqs.to_string(), "1 to 4096");
         }
-        if self.max_step_tokens < self.max_seqs * (1 + self.drafts) + self.page_size {
-            let want = format!(
-                "at least max_seqs * (1 + drafts) + page_size = {}",
-                self.max_seqs * (1 + self.drafts) + self.page_size
-            );
+        let least = self.max_seqs * (1 + self.drafts) + 2 * self.page_size + 32;
+        if self.max_step_tokens < least {
+            let want = format!("at least max_seqs * (1 + drafts) + 2 * page_size + 32 = {least}");
             return wrong("max_step_tokens", self.max_step_tokens.to_string(), &want);
         }
         if self.itl_target_ms.is_some_and(|ms| ms.is_nan() || ms <= 0.0) {

@@ -347,17 +347,9 @@ impl Engine {
 
     /// Runs a step and draws its tokens; returns the sequences that cannot go on, with the reason.
     fn run_step(&mut self, step: &Step) -> Result<Vec<(SeqId, String)>> {
-        let (mut tokens, mut seqs, mut rows) = (Vec::with_capacity(step.load.tokens), Vec::new(), Vec::new());
-        for work in &step.works {
-            let seq = self.sched.seq(work.id);
-            let (pages, past) = self.sched.kv(work.id);
-            tokens.extend(seq.tokens[past..].iter().chain(&seq.drafts).take(work.new));
-            rows.extend((tokens.len() - work.rows..tokens.len()).map(|row| row as u32));
-            seqs.push(Seq { new: work.new, past, pages });
-        }
+        let built = self.sched.batch(step);
         let vocab = self.backend.vocab();
-        let batch = Batch { tokens: &tokens, seqs: &seqs, logits: &rows, shared: &step.shared };
-        let logits = self.backend.step(&batch)?;
+        let logits = self.backend.step(&built.batch())?;
         self.sampler.clear();
         let (mut at, mut bad) = (0, Vec::new());
         for work in step.works.iter().filter(|w| w.rows > 0) {

@@ -14,7 +14,7 @@ use crate::engine::{Engine, Parts, Sink};
 use crate::error::{Error, Result};
 use crate::grammar::Grammars;
 use crate::kv::tier::Tier;
-use crate::models::Model;
+use crate::models::{KvLayout, Model};
 use crate::request::{Event, Request};
 use crate::runner::{KvCache, Limits, Runner};
 use crate::sampler::fresh_seed;
@@ -159,11 +159,14 @@ impl std::fmt::Debug for Handle {
 
 impl Engine {
     /// Allocates all that `config` asks for, runs every kernel once, and starts the engine's thread.
-    pub fn start(model: impl Into<Arc<Model>>, config: Config) -> Result<Handle> {
+    pub fn start(model: impl Into<Arc<Model>>, mut config: Config) -> Result<Handle> {
         let model = model.into();
+        // Latent attention reads every sequence by itself.
+        config.cascade &= matches!(model.kv_layout(), KvLayout::Heads { .. });
         config.check()?;
-        let limits =
-            Limits { max_tokens: config.max_step_tokens, max_seqs: config.max_seqs, max_logits: config.max_rows() };
+        // Each token of an answer is a sequence of the step's.
+        let tokens = config.max_step_tokens;
+        let limits = Limits { max_tokens: tokens, max_seqs: tokens, max_logits: config.max_rows() };
         let runner = Runner::new(&model, limits)?;
         let small = config.draft_model.clone();
         let small_runner = match &small {

@@ -8,6 +8,7 @@
 //! in that order for the first, a sequence alone always fits (checked when it is added), and a sequence that was cut off
 //! keeps its place. So the first one ends, and then there is another first one.
 
+mod batch;
 pub(crate) mod cost;
 pub(crate) mod group;
 mod pages;
@@ -24,12 +25,15 @@ use crate::kv::radix::{NodeId, Place, Tree, common};
 use crate::kv::tier::Tier;
 use crate::runner::Shared;
 use cost::{Cost, Load};
-use group::Member;
 
 pub(crate) type SeqId = usize;
 
 /// One level of priority is worth so much waiting: strict levels would let a busy one starve those below.
 const LEVEL: Duration = Duration::from_secs(10);
+/// Prompts are computed in chunks of so many tokens at least. Kernels have another road for few query rows, with another
+/// rounding; so a prompt's tokens always take the one for many, whatever the batch and the cache have for them, and an
+/// answer's tokens, which are computed one by one, the one for few. (A prompt shorter than this is one chunk.)
+const CHUNK: usize = 9;
 /// Waiting sequences looked at in a step beyond those that are admitted.
 const LOOK: usize = 64;
 
@@ -283,9 +287,9 @@ impl Scheduler {
         if let (Some(target), true) = (self.limits.itl_target_ms, decoders > 0) {
             let first = self.prefilling().min_by_key(|&id| self.seq(id).place);
             let past = first.map_or(0, |id| self.seq(id).computed);
-            // A page at least: prompts must end some day, whatever the target.
+            // Half of it is a chunk to the end of a page: prompts must end some day, whatever the target.
             let within = self.cost.prefill_within(load, past, most, target);
-            most = most.min(within.max(self.limits.page_size));
+            most = most.min(within.max(2 * (CHUNK + self.limits.page_size)));
         }
         self.admit_waiting(most, backend)?;
         self.split(most, &mut works, &mut load);
@@ -362,12 +366,24 @@ impl Scheduler {
         Ok(())
     }
 
+    /// How much of a sequence may be taken from what is known: not the last token, whose logits are needed; and of the
+    /// prompt all or no more than leaves a chunk of [`CHUNK`].
+    fn knowable(&self, id: SeqId) -> usize {
+        let seq = self.seq(id);
+        if seq.tokens.len() > seq.prompt {
+            let found = self.tree.find(seq.salt, &seq.tokens[..seq.tokens.len() - 1]);
+            if found.nodes.len() * self.limits.page_size + found.tail.map_or(0, |t| t.1) >= seq.prompt {
+                return seq.tokens.len() - 1;
+            }
+        }
+        seq.prompt.saturating_sub(CHUNK)
+    }
+
     /// Gives a waiting sequence its pages: known ones, a copy of one that is known in part, and empty ones.
     fn admit(&mut self, id: SeqId, backend: &mut Backend) -> Result<Admit> {
         let page_size = self.limits.page_size;
         let (salt, len) = (self.seq(id).salt, self.seq(id).tokens.len());
-        // The last token is computed whatever is known: its logits are needed.
-        let known = self.seq(id).tokens[..len - 1].to_vec();
+        let known = self.seq(id).tokens[..self.knowable(id)].to_vec();
         let mut tail = None;
         let mut nodes = Vec::new();
         if self.limits.prefix_cache {
@@ -442,63 +458,5 @@ impl Scheduler {
         self.waiting.remove(&(place, id));
         self.running.push(id);
         Ok(Admit::Yes)
-    }
-
-    /// Deals the step's tokens out to prompts: half to the first in order, the rest to the shortest; so a long prompt
-    /// slows short ones down by no more than half, and they it.
-    fn split(&self, most: usize, works: &mut Vec<Work>, load: &mut Load) {
-        let mut prompts: Vec<SeqId> = self.prefilling().collect();
-        prompts.sort_unstable_by_key(|&id| self.seq(id).place);
-        let Some((&first, others)) = prompts.split_first() else { return };
-        let mut others = others.to_vec();
-        others.sort_by_key(|&id| self.seq(id).pending());
-        let wanted: usize = others.iter().map(|&id| self.seq(id).pending()).sum();
-        let mut left = most;
-        let mut share = vec![(first, self.seq(first).pending().min(most - wanted.min(most / 2)))];
-        left -= share[0].1;
-        for &id in &others {
-            let take = self.seq(id).pending().min(left);
-            left -= take;
-            share.push((id, take));
-        }
-        share[0].1 += left.min(self.seq(first).pending() - share[0].1);
-        let alone = works.is_empty();
-        for (id, take) in share {
-            let seq = self.seq(id);
-            let mut new = take;
-            if new < seq.pending() {
-                // Whole pages, as far as that is something: their nodes are the tree's a step earlier.
-                let end = (seq.computed + new) / self.limits.page_size * self.limits.page_size;
-                new = end.saturating_sub(seq.computed);
-                if new == 0 && alone && works.is_empty() {
-                    new = take;
-                }
-            }
-            if new > 0 {
-                let rows = usize::from(new == seq.pending());
-                *load = load.plus(Load::of(seq.computed, new, rows));
-                works.push(Work { id, new, rows });
-            }
-        }
-    }
-
-    /// Orders a step's parts so that those that share a prefix stand together.
-    fn group(&self, works: Vec<Work>, load: Load) -> Step {
-        let read_flat = works.iter().map(|w| self.seq(w.id).computed + w.new).sum();
-        let mut step = Step { load, read_flat, read: read_flat, ..Step::default() };
-        if !self.limits.cascade || works.len() < 2 {
-            step.works = works;
-            return step;
-        }
-        let member = |w: &Work| {
-            let seq = self.seq(w.id);
-            Member { pages: &seq.pages, whole: seq.computed / self.limits.page_size }
-        };
-        let members: Vec<_> = works.iter().map(member).collect();
-        let (order, shared) = group::groups(&members, self.limits.page_size);
-        step.works = order.iter().map(|&i| works[i]).collect();
-        step.read -= shared.iter().map(|g| (g.count - 1) * g.len).sum::<usize>();
-        step.shared = shared;
-        step
     }
 }

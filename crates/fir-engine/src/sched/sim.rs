@@ -4,7 +4,6 @@
 use super::*;
 use crate::backend::Toy;
 use crate::kv::tier::Budget;
-use crate::runner::{self, Batch};
 use std::collections::HashMap;
 
 const PAGE: usize = 4;
@@ -55,17 +54,8 @@ impl Sim {
             return None;
         }
         assert!(step.load.tokens <= self.sched.limits.max_tokens);
-        let (mut tokens, mut seqs, mut rows) = (Vec::new(), Vec::new(), Vec::new());
-        for work in &step.works {
-            let seq = self.sched.seq(work.id);
-            let (pages, past) = self.sched.kv(work.id);
-            let pending = seq.tokens[past..].iter().chain(&seq.drafts);
-            tokens.extend(pending.take(work.new));
-            rows.extend((tokens.len() - work.rows..tokens.len()).map(|r| r as u32));
-            seqs.push(runner::Seq { new: work.new, pages, past });
-        }
-        let batch = Batch { tokens: &tokens, seqs: &seqs, logits: &rows, shared: &step.shared };
-        let logits = self.backend.step(&batch).unwrap();
+        let built = self.sched.batch(&step);
+        let logits = self.backend.step(&built.batch()).unwrap();
         let next: Vec<u32> = logits.chunks(50).map(largest).collect();
         let took = machine(step.load);
         self.clock += Duration::from_secs_f64(took / 1e3);
@@ -227,11 +217,11 @@ fn a_prefix_is_computed_once_for_all_who_come_at_once() {
         ended += sim.step().unwrap().len();
     }
     let Backend::Toy(toy) = &sim.backend else { unreachable!() };
-    assert_eq!(toy.computed, 2000 + 32 * (3 + 8 - 1), "the prefix once, then what each has of its own");
+    assert_eq!(toy.computed, 1994 + 32 * (CHUNK + 7), "the prefix once, then a chunk and the answer of each");
     assert!(toy.groups > 0);
     // A second wave finds all of it.
     sim.add(prefix, 1, 0, 0).unwrap();
-    assert_eq!(sim.step().unwrap()[0].cached, 1999);
+    assert_eq!(sim.step().unwrap()[0].cached, 2000 - CHUNK);
 }
 
 #[test]
