@@ -291,7 +291,14 @@ impl Scheduler {
             let within = self.cost.prefill_within(load, past, most, target);
             most = most.min(within.max(2 * (CHUNK + self.limits.page_size)));
         }
+        let before = self.running.len();
         self.admit_waiting(most, backend)?;
+        // Those that came back with all their pages go on where they were.
+        for &id in self.running[before..].iter().filter(|&&id| self.seq(id).decoding()) {
+            load = load.plus(Load::of(self.seq(id).computed, 1, 1));
+            works.push(Work { id, new: 1, rows: 1 });
+            most = most.saturating_sub(1);
+        }
         self.split(most, &mut works, &mut load);
         Ok(self.group(works, load))
     }
