@@ -39,8 +39,12 @@ impl Engine {
                 self.stats.drafted_tokens += drafts.len() as u64;
                 self.stats.accepted_tokens += right as u64;
             }
-            self.sched.advance(work.id, work.new - drafts.len() + right, &[]);
+            self.sched.advance(work.id, work.new - drafts.len(), &[]);
             for (i, id) in next.into_iter().enumerate() {
+                // The token before it was guessed right, so that its KV is there.
+                if i > 0 {
+                    self.sched.advance(work.id, 1, &[]);
+                }
                 if !self.take(work.id, id, first + i) {
                     break;
                 }
