@@ -36,7 +36,6 @@ impl Guesser {
     /// At most `most` tokens that may follow `tokens`; none where nothing like them came before.
     pub(crate) fn guess(&mut self, tokens: &[u32], most: usize) -> Vec<u32> {
         let Some(last) = tokens.last_chunk::<GRAM>() else { return Vec::new() };
-        let from = self.after.get(last).copied();
         // The last run itself is indexed only when something follows it.
         while self.indexed + GRAM < tokens.len() {
             let at = self.indexed;
@@ -44,8 +43,7 @@ impl Guesser {
             self.after.insert(run, at + GRAM);
             self.indexed += 1;
         }
-        let from = from.or_else(|| self.after.get(last).copied());
-        from.map_or_else(Vec::new, |at| tokens[at..].iter().take(most).copied().collect())
+        self.after.get(last).map_or_else(Vec::new, |&at| tokens[at..].iter().take(most).copied().collect())
     }
 
     /// How many guesses pay for a sequence of `past` tokens: the number that gives most tokens per millisecond,
