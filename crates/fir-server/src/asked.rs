@@ -7,6 +7,7 @@ use axum::http::header;
 use serde_json::{Map, Value};
 
 use crate::error::{ApiError, Result};
+use crate::metrics::InFlight;
 use crate::state::State;
 
 /// A JSON object somebody with a key has sent.
@@ -14,6 +15,8 @@ pub(crate) struct Asked {
     pub(crate) body: Value,
     /// By which this client's prefixes are shared.
     pub(crate) salt: u64,
+    /// Until it is answered, or the engine has it, a drain waits for it.
+    _flight: InFlight,
 }
 
 impl Asked {
@@ -51,6 +54,6 @@ impl FromRequest<Arc<State>> for Asked {
         if !body.is_object() {
             return Err(ApiError::body("the body is JSON, but not an object"));
         }
-        Ok(Self { body, salt })
+        Ok(Self { body, salt, _flight: state.metrics.enter() })
     }
 }

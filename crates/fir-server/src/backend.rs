@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use fir_engine::stats::Stats;
 use fir_engine::{Event, Request, Result};
 use serde_json::{Map, Value};
 
@@ -37,39 +38,6 @@ impl ToolFormat {
             && (template.contains("<|python_tag|>") || template.contains("ipython"));
         if llama { Self::Llama3 } else { Self::Hermes }
     }
-}
-
-/// What an engine counts, at one moment.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Stats {
-    /// Requests that generate.
-    pub running: u64,
-    /// Requests that wait.
-    pub waiting: u64,
-    /// Share of the KV pool in use by requests, from 0 to 1.
-    pub kv_usage: f64,
-    /// Pages of the KV pool.
-    pub kv_pages: u64,
-    /// Tokens of a page.
-    pub page_size: u64,
-    /// Prompt tokens looked up in the prefix cache.
-    pub prefix_queries: u64,
-    /// Of those, found.
-    pub prefix_hits: u64,
-    /// Times a running request had to give up its place.
-    pub preemptions: u64,
-    /// Steps of the engine.
-    pub steps: u64,
-    /// Attention launches that read a shared prefix once.
-    pub cascade_launches: u64,
-    /// Bytes of KV read.
-    pub kv_bytes_read: u64,
-    /// Bytes of KV that reading every request on its own would have taken.
-    pub kv_bytes_flat: u64,
-    /// Tokens proposed by speculation.
-    pub draft_tokens: u64,
-    /// Of those, kept.
-    pub accepted_tokens: u64,
 }
 
 /// An engine, as the server sees it. Functions may take milliseconds and are called off the server's own threads where

@@ -1,13 +1,13 @@
 //! A request on its way through the engine: its events as a stream, its end when nobody listens any more.
 
 use std::sync::Arc;
-use std::time::Instant;
 
 use fir_engine::{Event, Finish, Request, TokenLogprobs};
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
 use crate::backend::Backend;
 use crate::error::{ApiError, Result};
+use crate::metrics::InFlight;
 use crate::parse::{Parser, Piece};
 use crate::state::State;
 
@@ -40,14 +40,13 @@ pub(crate) struct Generation {
     n: usize,
     /// Choices that have not ended.
     open: usize,
-    begun: Instant,
+    _flight: InFlight,
     pub(crate) total: Total,
     peeked: Option<Result<Update>>,
 }
 
 struct Choice {
     parser: Parser,
-    last: Option<Instant>,
     /// More calls than this one are dropped.
     one_call: bool,
     calls: usize,
@@ -60,22 +59,18 @@ impl Generation {
         let backend = state.backend()?.clone();
         let n = requests.first().map_or(1, |r| r.n);
         let open = n * requests.len();
-        let choice = || Choice { parser: parser.clone(), last: None, one_call, calls: 0, ended: false };
+        let choice = || Choice { parser: parser.clone(), one_call, calls: 0, ended: false };
         let choices = (0..open).map(|_| choice()).collect();
         let (sender, events) = unbounded_channel();
         state.metrics.begin();
-        let (begun, total) = (Instant::now(), Total::default());
+        let (flight, total) = (state.metrics.enter(), Total::default());
         let ids = Vec::with_capacity(requests.len());
         let mut this =
-            Self { state: state.clone(), backend, events, ids, choices, n, open, begun, total, peeked: None };
+            Self { state: state.clone(), backend, events, ids, choices, n, open, _flight: flight, total, peeked: None };
         for (i, request) in requests.into_iter().enumerate() {
             let sender = sender.clone();
             let sink = Box::new(move |event| sender.send((i, event)).is_ok());
-            let id = this.backend.submit(request, sink).inspect_err(|e| {
-                if matches!(e, fir_engine::Error::Busy { .. }) {
-                    state.metrics.refused();
-                }
-            })?;
+            let id = this.backend.submit(request, sink)?;
             this.ids.push(id);
         }
         Ok(this)
@@ -134,11 +129,6 @@ impl Generation {
             Event::Token { choice, text, logprobs, .. } => {
                 let choice = at(choice);
                 let state = self.choices.get_mut(choice)?;
-                let now = Instant::now();
-                match state.last.replace(now) {
-                    Some(last) => self.state.metrics.inter_token.record(now - last),
-                    None => self.state.metrics.first_token.record(now - self.begun),
-                }
                 self.total.reasoning += usize::from(state.parser.thinking());
                 let mut pieces = Vec::new();
                 state.parser.push(&text, &mut pieces);
@@ -156,8 +146,6 @@ impl Generation {
                     self.total.prompt += usage.prompt;
                     self.total.cached += usage.cached;
                 }
-                self.state.metrics.finish(reason, if first { usage.prompt } else { 0 }, usage.generated);
-                self.state.metrics.whole.record(self.begun.elapsed());
                 match reason {
                     Finish::Aborted => {
                         return Some(Err(self.fail(ApiError::unavailable("the request was aborted", "aborted"))));
@@ -181,7 +169,6 @@ impl Generation {
     /// Ends everything: after an error nothing is worth computing.
     fn fail(&mut self, error: ApiError) -> ApiError {
         self.abort();
-        self.state.metrics.fail();
         self.open = 0;
         error
     }
@@ -197,9 +184,8 @@ impl Drop for Generation {
     fn drop(&mut self) {
         if self.open > 0 && !self.ids.is_empty() {
             self.abort();
-            self.state.metrics.abort();
+            self.state.metrics.leave();
         }
-        self.state.metrics.end();
     }
 }
 

@@ -31,7 +31,7 @@ mod state;
 mod stream;
 
 pub use crate::{
-    backend::{Backend, ModelInfo, Sink, Stats, ToolFormat},
+    backend::{Backend, ModelInfo, Sink, ToolFormat},
     config::{Config, Limits},
     serve::{Installer, Server},
 };

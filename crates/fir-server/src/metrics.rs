@@ -1,65 +1,35 @@
-//! What the server counts, in Prometheus' text format.
+//! What is counted, in Prometheus' text format: the engine's numbers, and the server's own few.
 
 use std::fmt::{Display, Write};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
 
-use fir_engine::Finish;
+use fir_engine::stats::{Histogram, Stats};
 
-use crate::backend::{ModelInfo, Stats};
+use crate::backend::ModelInfo;
 
-/// Upper ends of the buckets in seconds: half a millisecond (a token of a small model) to minutes (a long answer).
-const BUCKETS: [f64; 20] = [
-    0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0,
-    80.0, 160.0,
-];
-
-/// Times, sorted into buckets.
-#[derive(Default)]
-pub(crate) struct Histogram {
-    counts: [AtomicU64; BUCKETS.len() + 1],
-    micros: AtomicU64,
-}
-
-impl Histogram {
-    pub(crate) fn record(&self, time: Duration) {
-        let seconds = time.as_secs_f64();
-        let bucket = BUCKETS.partition_point(|&b| b < seconds);
-        self.counts[bucket].fetch_add(1, Ordering::Relaxed);
-        self.micros.fetch_add(time.as_micros() as u64, Ordering::Relaxed);
-    }
-}
-
-/// Counters of requests; the engine has its own.
+/// The server's own counters.
 #[derive(Default)]
 pub(crate) struct Metrics {
-    pub(crate) first_token: Histogram,
-    pub(crate) inter_token: Histogram,
-    pub(crate) whole: Histogram,
-    in_flight: AtomicU64,
-    accepted: AtomicU64,
-    refused: AtomicU64,
-    stopped: AtomicU64,
-    length: AtomicU64,
-    aborted: AtomicU64,
-    deadline: AtomicU64,
-    failed: AtomicU64,
-    prompt_tokens: AtomicU64,
-    generated_tokens: AtomicU64,
+    in_flight: Arc<AtomicU64>,
+    begun: AtomicU64,
+    left: AtomicU64,
 }
 
-fn count(counter: &AtomicU64) {
-    counter.fetch_add(1, Ordering::Relaxed);
+/// A request that has not been answered; none as soon as this is dropped.
+pub(crate) struct InFlight(Arc<AtomicU64>);
+
+impl Drop for InFlight {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
 }
 
 impl Metrics {
-    pub(crate) fn begin(&self) {
-        count(&self.accepted);
+    /// Counts a request until the guard is dropped.
+    pub(crate) fn enter(&self) -> InFlight {
         self.in_flight.fetch_add(1, Ordering::SeqCst);
-    }
-
-    pub(crate) fn end(&self) {
-        self.in_flight.fetch_sub(1, Ordering::SeqCst);
+        InFlight(self.in_flight.clone())
     }
 
     /// Requests that have not been answered.
@@ -67,101 +37,51 @@ impl Metrics {
         self.in_flight.load(Ordering::SeqCst)
     }
 
-    pub(crate) fn refused(&self) {
-        count(&self.refused);
+    /// A request goes to the engine.
+    pub(crate) fn begin(&self) {
+        self.begun.fetch_add(1, Ordering::Relaxed);
     }
 
-    pub(crate) fn abort(&self) {
-        count(&self.aborted);
-    }
-
-    pub(crate) fn fail(&self) {
-        count(&self.failed);
-    }
-
-    pub(crate) fn finish(&self, reason: Finish, prompt: usize, generated: usize) {
-        match reason {
-            Finish::Stop => count(&self.stopped),
-            Finish::Length => count(&self.length),
-            Finish::Aborted => count(&self.aborted),
-            Finish::Deadline => count(&self.deadline),
-        }
-        self.prompt_tokens.fetch_add(prompt as u64, Ordering::Relaxed);
-        self.generated_tokens.fetch_add(generated as u64, Ordering::Relaxed);
+    /// A client has gone before its answer ended.
+    pub(crate) fn leave(&self) {
+        self.left.fetch_add(1, Ordering::Relaxed);
     }
 
     /// All of it as text; `vllm` adds what dashboards for vLLM look for.
     pub(crate) fn text(&self, model: &ModelInfo, stats: &Stats, vllm: bool) -> String {
+        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let mut text = Text { out: String::new(), model: escaped(&model.id) };
-        let own = Names { prefix: "fir_", own: true };
-        self.write(&mut text, stats, own);
+        text.both(stats, "fir_", false);
+        for (name, help, value) in [
+            ("requests_total", "Requests given to the engine.", get(&self.begun)),
+            ("requests_left_total", "Requests whose clients went away.", get(&self.left)),
+            ("requests_refused_total", "Requests refused as the queue was full.", stats.refused),
+            ("steps_total", "Steps of the engine.", stats.steps),
+            ("computed_tokens_total", "Tokens given to the model.", stats.computed_tokens),
+            ("evicted_pages_total", "Pages taken from the prefix tree.", stats.evictions),
+            ("restored_tokens_total", "Tokens whose KV came back from a tier.", stats.restored_tokens),
+            ("cascade_groups_total", "Groups of sequences whose common prefix was read once.", stats.cascade_groups),
+            ("kv_read_bytes_total", "Bytes of KV that attention read.", stats.kv_bytes_read),
+            ("kv_flat_bytes_total", "Bytes of KV that it would have read without sharing.", stats.kv_bytes_flat),
+            ("tier_stored_pages_total", "Pages that went to a tier.", stats.tier.stored),
+            ("tier_damaged_pages_total", "Pages that a tier lost.", stats.tier.damaged),
+        ] {
+            text.one(&format!("fir_{name}"), "counter", help, value);
+        }
+        text.one("fir_http_requests_in_flight", "gauge", "Requests that have not been answered.", self.in_flight());
+        text.one("fir_waiting_tokens", "gauge", "Prompt tokens that wait.", stats.waiting_tokens);
+        text.one("fir_kv_pages", "gauge", "Pages of the KV pool.", stats.pages);
+        text.one("fir_tier_host_bytes", "gauge", "Bytes of KV in the memory tier.", stats.tier.host_bytes);
+        text.one("fir_tier_disk_bytes", "gauge", "Bytes of KV in the disk tier.", stats.tier.disk_bytes);
+        text.histogram("fir_step_seconds", "Of a step of the engine.", &stats.step);
         if vllm {
-            self.write(&mut text, stats, Names { prefix: "vllm:", own: false });
-            let labels = format!(
-                "block_size=\"{}\",num_gpu_blocks=\"{}\",enable_prefix_caching=\"True\"",
-                stats.page_size, stats.kv_pages
-            );
-            text.head("vllm:cache_config_info", "gauge", "Sizes of the KV pool.");
-            text.sample("vllm:cache_config_info", &labels, 1);
+            text.both(stats, "vllm:", true);
+            let info = "vllm:cache_config_info";
+            text.head(info, "gauge", "The KV pool.");
+            text.sample(info, &format!("num_gpu_blocks=\"{}\",enable_prefix_caching=\"True\"", stats.pages), 1);
         }
         text.out
     }
-
-    fn write(&self, text: &mut Text, stats: &Stats, names: Names) {
-        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        let name = |own: &str, vllm: &str| format!("{}{}", names.prefix, if names.own { own } else { vllm });
-        text.one(&name("requests_running", "num_requests_running"), "gauge", "Requests that generate.", stats.running);
-        text.one(&name("requests_waiting", "num_requests_waiting"), "gauge", "Requests that wait.", stats.waiting);
-        text.one(&name("kv_usage_ratio", "kv_cache_usage_perc"), "gauge", "Share of the KV pool in use.", stats.kv_usage);
-        for (own, vllm, help, value) in [
-            ("prefix_tokens_total", "prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.", stats.prefix_queries),
-            ("prefix_hit_tokens_total", "prefix_cache_hits_total", "Prompt tokens found in the prefix cache.", stats.prefix_hits),
-            ("preemptions_total", "num_preemptions_total", "Times a running request gave up its place.", stats.preemptions),
-            ("prompt_tokens_total", "prompt_tokens_total", "Tokens of prompts.", get(&self.prompt_tokens)),
-            ("generated_tokens_total", "generation_tokens_total", "Tokens of answers.", get(&self.generated_tokens)),
-            ("draft_tokens_total", "spec_decode_num_draft_tokens_total", "Tokens proposed by speculation.", stats.draft_tokens),
-            ("draft_accepted_tokens_total", "spec_decode_num_accepted_tokens_total", "Proposed tokens that were kept.", stats.accepted_tokens),
-        ] {
-            text.one(&name(own, vllm), "counter", help, value);
-        }
-        if names.own {
-            for (own, help, value) in [
-                ("steps_total", "Steps of the engine.", stats.steps),
-                ("requests_total", "Requests begun.", get(&self.accepted)),
-                ("requests_refused_total", "Requests refused as the queue was full.", get(&self.refused)),
-                ("cascade_launches_total", "Attention launches that read a shared prefix once.", stats.cascade_launches),
-                ("kv_read_bytes_total", "Bytes of KV read.", stats.kv_bytes_read),
-                ("kv_flat_bytes_total", "Bytes of KV that reading each request on its own would have taken.", stats.kv_bytes_flat),
-            ] {
-                text.one(&name(own, own), "counter", help, value);
-            }
-        }
-        let finished = name("choices_finished_total", "request_success_total");
-        let label = if names.own { "reason" } else { "finished_reason" };
-        text.head(&finished, "counter", "Answers by how they ended.");
-        for (reason, value) in [
-            ("stop", &self.stopped),
-            ("length", &self.length),
-            ("abort", &self.aborted),
-            ("deadline", &self.deadline),
-            ("error", &self.failed),
-        ] {
-            text.sample(&finished, &format!("{label}=\"{reason}\""), get(value));
-        }
-        for (own, vllm, help, histogram) in [
-            ("first_token_seconds", "time_to_first_token_seconds", "From a request to its first token.", &self.first_token),
-            ("inter_token_seconds", "inter_token_latency_seconds", "From a token to the next.", &self.inter_token),
-            ("request_seconds", "e2e_request_latency_seconds", "From a request to the end of an answer.", &self.whole),
-        ] {
-            text.histogram(&name(own, vllm), help, histogram);
-        }
-    }
-}
-
-#[derive(Clone, Copy)]
-struct Names {
-    prefix: &'static str,
-    own: bool,
 }
 
 struct Text {
@@ -170,6 +90,46 @@ struct Text {
 }
 
 impl Text {
+    /// What has a name of ours and one of vLLM's.
+    fn both(&mut self, stats: &Stats, prefix: &str, vllm: bool) {
+        let name = |own: &str, theirs: &str| format!("{prefix}{}", if vllm { theirs } else { own });
+        let used = stats.pages_used as f64 / stats.pages.max(1) as f64;
+        self.one(&name("requests_running", "num_requests_running"), "gauge", "Sequences that run.", stats.running);
+        self.one(&name("requests_waiting", "num_requests_waiting"), "gauge", "Sequences that wait.", stats.waiting);
+        self.one(&name("kv_usage_ratio", "kv_cache_usage_perc"), "gauge", "Share of the KV pool in use, 0 to 1.", used);
+        for (own, theirs, help, value) in [
+            ("prefix_tokens_total", "prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.", stats.prompt_tokens),
+            ("prefix_hit_tokens_total", "prefix_cache_hits_total", "Prompt tokens found there.", stats.cached_tokens),
+            ("prompt_tokens_total", "prompt_tokens_total", "Tokens of prompts.", stats.prompt_tokens),
+            ("generated_tokens_total", "generation_tokens_total", "Tokens of answers.", stats.generated_tokens),
+            ("preemptions_total", "num_preemptions_total", "Sequences that gave up their pages for others.", stats.preemptions),
+            ("draft_tokens_total", "spec_decode_num_draft_tokens_total", "Tokens guessed.", stats.drafted_tokens),
+            ("draft_accepted_tokens_total", "spec_decode_num_accepted_tokens_total", "Tokens guessed right.", stats.accepted_tokens),
+        ] {
+            self.one(&name(own, theirs), "counter", help, value);
+        }
+        let finished = name("finished_total", "request_success_total");
+        self.head(&finished, "counter", "Answers by how they ended.");
+        for (reason, value) in [
+            ("stop", stats.finished_stop),
+            ("length", stats.finished_length),
+            ("abort", stats.aborted),
+            ("deadline", stats.expired),
+            ("error", stats.failed),
+        ] {
+            let label = if vllm { "finished_reason" } else { "reason" };
+            self.sample(&finished, &format!("{label}=\"{reason}\""), value);
+        }
+        for (own, theirs, help, histogram) in [
+            ("queue_seconds", "request_queue_time_seconds", "From submission to the first step.", &stats.queue_time),
+            ("first_token_seconds", "time_to_first_token_seconds", "From submission to the first token.", &stats.first_token),
+            ("between_tokens_seconds", "inter_token_latency_seconds", "From a token to the next.", &stats.between_tokens),
+            ("request_seconds", "e2e_request_latency_seconds", "From submission to the end.", &stats.whole),
+        ] {
+            self.histogram(&name(own, theirs), help, histogram);
+        }
+    }
+
     fn head(&mut self, name: &str, kind: &str, help: &str) {
         let _ = write!(self.out, "# HELP {name} {help}\n# TYPE {name} {kind}\n");
     }
@@ -188,12 +148,11 @@ impl Text {
         self.head(name, "histogram", help);
         let mut sum = 0;
         for (i, count) in histogram.counts.iter().enumerate() {
-            sum += count.load(Ordering::Relaxed);
-            let end = BUCKETS.get(i).map_or_else(|| "+Inf".to_owned(), f64::to_string);
+            sum += count;
+            let end = Histogram::BOUNDS.get(i).map_or_else(|| "+Inf".to_owned(), f64::to_string);
             self.sample(&format!("{name}_bucket"), &format!("le=\"{end}\""), sum);
         }
-        let seconds = histogram.micros.load(Ordering::Relaxed) as f64 / 1e6;
-        self.sample(&format!("{name}_sum"), "", seconds);
+        self.sample(&format!("{name}_sum"), "", histogram.sum);
         self.sample(&format!("{name}_count"), "", sum);
     }
 }
@@ -210,22 +169,23 @@ mod tests {
     #[test]
     fn buckets_add_up_and_names_are_told_once() {
         let metrics = Metrics::default();
-        for millis in [0, 1, 10, 10_000, 1_000_000] {
-            metrics.first_token.record(Duration::from_millis(millis));
-        }
-        metrics.finish(Finish::Stop, 3, 4);
+        metrics.begin();
+        let flight = metrics.enter();
+        let mut stats = Stats { running: 2, finished_stop: 1, pages: 4, pages_used: 1, ..Stats::default() };
+        (stats.first_token.counts[0], stats.first_token.counts[1], stats.first_token.sum) = (3, 2, 0.5);
+        *stats.first_token.counts.last_mut().unwrap() = 1;
         let model = ModelInfo { id: "a\"b".into(), context: 1, vocab: 1, tools: ToolFormat::Hermes };
-        let text = metrics.text(&model, &Stats { running: 2, ..Stats::default() }, true);
+        let text = metrics.text(&model, &stats, true);
         for line in [
-            "fir_first_token_seconds_bucket{model_name=\"a\\\"b\",le=\"0.0005\"} 1",
-            "fir_first_token_seconds_bucket{model_name=\"a\\\"b\",le=\"0.001\"} 2",
-            "fir_first_token_seconds_bucket{model_name=\"a\\\"b\",le=\"0.01\"} 3",
-            "fir_first_token_seconds_bucket{model_name=\"a\\\"b\",le=\"160\"} 4",
-            "fir_first_token_seconds_bucket{model_name=\"a\\\"b\",le=\"+Inf\"} 5",
-            "fir_first_token_seconds_count{model_name=\"a\\\"b\"} 5",
+            "fir_first_token_seconds_bucket{model_name=\"a\\\"b\",le=\"0.001\"} 3",
+            "fir_first_token_seconds_bucket{model_name=\"a\\\"b\",le=\"0.0025\"} 5",
+            "fir_first_token_seconds_bucket{model_name=\"a\\\"b\",le=\"300\"} 5",
+            "fir_first_token_seconds_bucket{model_name=\"a\\\"b\",le=\"+Inf\"} 6",
+            "fir_first_token_seconds_count{model_name=\"a\\\"b\"} 6",
+            "fir_kv_usage_ratio{model_name=\"a\\\"b\"} 0.25",
+            "fir_http_requests_in_flight{model_name=\"a\\\"b\"} 1",
             "vllm:num_requests_running{model_name=\"a\\\"b\"} 2",
             "vllm:request_success_total{model_name=\"a\\\"b\",finished_reason=\"stop\"} 1",
-            "fir_prompt_tokens_total{model_name=\"a\\\"b\"} 3",
         ] {
             assert!(text.lines().any(|l| l == line), "{line}\n{text}");
         }
@@ -234,6 +194,8 @@ mod tests {
         types.sort_unstable();
         types.dedup();
         assert_eq!(types.len(), told);
-        assert!(!metrics.text(&model, &Stats::default(), false).contains("vllm"));
+        assert!(!metrics.text(&model, &stats, false).contains("vllm"));
+        drop(flight);
+        assert_eq!(metrics.in_flight(), 0);
     }
 }

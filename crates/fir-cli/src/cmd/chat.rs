@@ -13,7 +13,8 @@ use fir_engine::{Event, Request, Sampling};
 use fir_server::Backend;
 use serde_json::{Map, Value, json};
 
-use super::serve::{defaults, start};
+use super::engine::start;
+use super::serve::defaults;
 use super::settings::{Settings, resolve};
 
 /// Options of `fir chat`.

@@ -283,7 +283,7 @@ fn the_other_endpoints_answer() {
     assert!(live.get("/").body.starts_with("<!doctype html>"));
     live.chat(&hi(""));
     let metrics = live.get("/metrics").body;
-    assert!(metrics.contains("fir_choices_finished_total{model_name=\"double\",reason=\"stop\"} 1"), "{metrics}");
+    assert!(metrics.contains("fir_requests_total{model_name=\"double\"} 1"), "{metrics}");
     assert!(!metrics.contains("vllm:"));
     let live = Live::new(Script::default(), Config { vllm_metrics: true, ..Config::default() });
     assert!(live.get("/metrics").body.contains("vllm:num_requests_running{model_name=\"double\"} 0"));

@@ -7,7 +7,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use fir_engine::{Error, Event, Finish, Logprob, Request, Result, TokenLogprobs, Usage};
-use fir_server::{Backend, ModelInfo, Sink, Stats, ToolFormat};
+use fir_engine::stats::Stats;
+use fir_server::{Backend, ModelInfo, Sink, ToolFormat};
 use serde_json::{Map, Value};
 
 /// What the double does with requests.
@@ -235,7 +236,7 @@ impl Backend for Double {
 
     fn stats(&self) -> Stats {
         let (waiting, running) = self.load();
-        Stats { waiting: waiting as u64, running: running as u64, page_size: 16, kv_pages: 9, ..Stats::default() }
+        Stats { waiting, running, pages: 9, ..Stats::default() }
     }
 
     fn embed(&self, tokens: &[u32]) -> Result<Vec<f32>> {

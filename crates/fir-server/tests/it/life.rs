@@ -46,7 +46,7 @@ fn a_client_that_goes_away_ends_its_request() {
     drop(first);
     live.wait(|d| d.load() == (0, 0));
     let metrics = live.get("/metrics").body;
-    assert!(metrics.contains("reason=\"abort\"} 5"), "{metrics}");
+    assert!(metrics.contains("fir_requests_left_total{model_name=\"double\"} 5"), "{metrics}");
 }
 
 #[test]
