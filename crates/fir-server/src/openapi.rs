@@ -176,7 +176,8 @@ mod tests {
         for (path, fields) in [("~1v1~1chat~1completions", &*chat::FIELDS), ("~1v1~1responses", &*responses::FIELDS)] {
             let at = format!("/paths/{path}/post/requestBody/content/application~1json/schema/properties");
             let told = document.pointer(&at).and_then(Value::as_object).unwrap();
-            assert!(told.keys().eq(fields.keys()), "{path}");
+            assert_eq!(told.len(), fields.len(), "{path}");
+            assert!(told.keys().all(|name| fields.contains_key(name)), "{path}");
         }
         assert_eq!(document["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]["required"], json!(["messages"]));
     }

@@ -257,7 +257,7 @@ fn messages_become_a_prompt() {
     let prompt = |i: usize| String::from_utf8(seen[i].prompt.iter().map(|&b| b as u8).collect()).unwrap();
     assert_eq!(
         prompt(0),
-        "[system]Be brief.\n[user]a\nb\n[assistant]{[{\"function\":{\"arguments\":{\"x\":1},\"name\":\"f\"},\"id\":\"1\",\"type\":\"function\"}]}\n[tool]42\n[extra]{\"enable_thinking\":false,\"k\":1,\"reasoning_effort\":\"none\"}\n[assistant]"
+        "[system]Be brief.\n[user]a\nb\n[assistant]{[{\"id\":\"1\",\"type\":\"function\",\"function\":{\"name\":\"f\",\"arguments\":{\"x\":1}}}]}\n[tool]42\n[extra]{\"k\":1,\"enable_thinking\":false,\"reasoning_effort\":\"none\"}\n[assistant]"
     );
     assert_eq!(prompt(1), "[user]a\n[assistant]so far");
 }

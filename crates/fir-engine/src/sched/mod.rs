@@ -1,0 +1,665 @@
+//! What one step runs: who is admitted, whose prompt goes on and how far, who gives up pages.
+//!
+//! A sequence is a list of tokens, of which the first `computed` have their KV in pages. Prefill and decode are the same
+//! thing: a step computes some of the tokens that are not yet, and when it reaches the last one its logits give the
+//! next. So a preempted sequence is one whose pages went to the tree, and coming back is finding them there.
+//!
+//! Why it cannot lock up: sequences stand in one order (arrival, shifted by priority). Pages are taken from the last
+//! in that order for the first, a sequence alone always fits (checked when it is added), and a sequence that was cut off
+//! keeps its place. So the first one ends, and then there is another first one.
+
+pub(crate) mod cost;
+pub(crate) mod group;
+#[cfg(test)]
+mod sim;
+
+use std::collections::BTreeSet;
+use std::time::{Duration, Instant};
+
+use crate::backend::Backend;
+use crate::error::{Error, Result};
+use crate::kv::pool::Pool;
+use crate::kv::radix::{NodeId, Place, Tree, common};
+use crate::kv::tier::{Fetch, Tier};
+use crate::runner::Shared;
+use cost::{Cost, Load};
+use group::Member;
+
+pub(crate) type SeqId = usize;
+
+/// One level of priority is worth so much waiting: strict levels would let a busy one starve those below.
+const LEVEL: Duration = Duration::from_secs(10);
+/// Admission leaves each running sequence room for so many tokens, so that it need not be cut off soon after.
+const ROOM: usize = 64;
+/// Waiting sequences looked at in a step beyond those that are admitted.
+const LOOK: usize = 64;
+/// Pages asked of a tier ahead of the one that is waited for.
+const AHEAD: usize = 8;
+
+/// Sizes of a step.
+#[derive(Clone, Debug)]
+pub(crate) struct Limits {
+    pub page_size: usize,
+    /// Sequences that run at once.
+    pub max_seqs: usize,
+    /// New tokens in a step.
+    pub max_tokens: usize,
+    /// While answers are running, a step with a prompt in it should take no longer.
+    pub itl_target_ms: Option<f64>,
+    /// Whether prefixes are kept and shared.
+    pub prefix_cache: bool,
+    /// Whether shared prefixes are read together.
+    pub cascade: bool,
+}
+
+/// A sequence in the engine.
+#[derive(Debug)]
+pub(crate) struct Seq {
+    /// Prompt and answer.
+    pub tokens: Vec<u32>,
+    /// Tokens of the prompt.
+    pub prompt: usize,
+    /// The longest it may become.
+    pub max_len: usize,
+    pub salt: u64,
+    pub deadline: Option<Instant>,
+    /// Of the prompt, what was found when it first ran.
+    pub cached: usize,
+    /// It has run.
+    pub started: bool,
+    /// Guesses at what follows `tokens`, to be verified in the next step.
+    pub drafts: Vec<u32>,
+    place: (i64, u64),
+    computed: usize,
+    pages: Vec<u32>,
+    /// The nodes of its first pages, held.
+    nodes: Vec<NodeId>,
+}
+
+impl Seq {
+    pub(crate) fn new(prompt: Vec<u32>, max_len: usize, salt: u64, deadline: Option<Instant>) -> Self {
+        Self {
+            prompt: prompt.len(),
+            tokens: prompt,
+            max_len,
+            salt,
+            deadline,
+            cached: 0,
+            started: false,
+            drafts: Vec::new(),
+            place: (0, 0),
+            computed: 0,
+            pages: Vec::new(),
+            nodes: Vec::new(),
+        }
+    }
+
+    /// Tokens without KV; at least one, whose logits give the next.
+    fn pending(&self) -> usize {
+        self.tokens.len() - self.computed
+    }
+
+    /// It only waits for its next token.
+    pub(crate) fn decoding(&self) -> bool {
+        self.pending() == 1 && self.tokens.len() > self.prompt
+    }
+}
+
+/// A sequence's part of a step: `new` tokens, logits for the last `rows` of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Work {
+    pub id: SeqId,
+    pub new: usize,
+    pub rows: usize,
+}
+
+/// What a step runs.
+#[derive(Debug, Default)]
+pub(crate) struct Step {
+    pub works: Vec<Work>,
+    pub shared: Vec<Shared>,
+    pub load: Load,
+    /// KV tokens that attention would read without groups, and reads with them.
+    pub read_flat: usize,
+    pub read: usize,
+    /// Some of it is a prompt.
+    pub prefill: bool,
+}
+
+/// What the scheduler counts.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Counts {
+    pub preemptions: u64,
+    pub evictions: u64,
+    pub queried_tokens: u64,
+    pub hit_tokens: u64,
+    pub restored_tokens: u64,
+}
+
+enum Admit {
+    Yes,
+    /// Something it can use is on its way; others may go first.
+    Later,
+    /// There is no room.
+    Full,
+}
+
+pub(crate) struct Scheduler {
+    pub limits: Limits,
+    pub cost: Cost,
+    pub counts: Counts,
+    pool: Pool,
+    tree: Tree,
+    tier: Option<Tier>,
+    seqs: Vec<Option<Seq>>,
+    vacant: Vec<SeqId>,
+    waiting: BTreeSet<((i64, u64), SeqId)>,
+    running: Vec<SeqId>,
+    start: Instant,
+    serial: u64,
+}
+
+impl Scheduler {
+    pub(crate) fn new(limits: Limits, pages: usize, tier: Option<Tier>, start: Instant) -> Self {
+        Self {
+            cost: Cost::new(),
+            counts: Counts::default(),
+            pool: Pool::new(u32::try_from(pages).unwrap_or(u32::MAX)),
+            tree: Tree::new(limits.page_size),
+            limits,
+            tier,
+            seqs: Vec::new(),
+            vacant: Vec::new(),
+            waiting: BTreeSet::new(),
+            running: Vec::new(),
+            start,
+            serial: 0,
+        }
+    }
+
+    /// The longest sequence that fits the pool.
+    pub(crate) fn capacity(&self) -> usize {
+        self.pool.pages() * self.limits.page_size
+    }
+
+    pub(crate) fn add(&mut self, mut seq: Seq, priority: i32, now: Instant) -> Result<SeqId> {
+        if seq.max_len > self.capacity() || seq.tokens.is_empty() {
+            let why = format!(
+                "{} tokens with {} in the prompt, but the cache holds {}",
+                seq.max_len,
+                seq.prompt,
+                self.capacity()
+            );
+            return Err(Error::Request { field: "prompt", why });
+        }
+        let waited = now.duration_since(self.start).as_micros() as i64;
+        self.serial += 1;
+        seq.place = (waited.saturating_sub(i64::from(priority) * LEVEL.as_micros() as i64), self.serial);
+        let place = seq.place;
+        let id = match self.vacant.pop() {
+            Some(id) => {
+                self.seqs[id] = Some(seq);
+                id
+            }
+            None => {
+                self.seqs.push(Some(seq));
+                self.seqs.len() - 1
+            }
+        };
+        self.waiting.insert((place, id));
+        Ok(id)
+    }
+
+    pub(crate) fn seq(&self, id: SeqId) -> &Seq {
+        self.seqs[id].as_ref().expect("a sequence that is here")
+    }
+
+    pub(crate) fn seq_mut(&mut self, id: SeqId) -> &mut Seq {
+        self.seqs[id].as_mut().expect("a sequence that is here")
+    }
+
+    /// Its pages, and how many of its tokens are in them.
+    pub(crate) fn kv(&self, id: SeqId) -> (&[u32], usize) {
+        let seq = self.seq(id);
+        (&seq.pages, seq.computed)
+    }
+
+    pub(crate) fn waiting(&self) -> usize {
+        self.waiting.len()
+    }
+
+    pub(crate) fn running(&self) -> &[SeqId] {
+        &self.running
+    }
+
+    /// Pages in the pool, and those that nobody uses or that can be had by forgetting prefixes.
+    pub(crate) fn pages(&self) -> (usize, usize) {
+        (self.pool.pages(), self.available())
+    }
+
+    pub(crate) fn tier(&self) -> Option<&Tier> {
+        self.tier.as_ref()
+    }
+
+    /// Sequences that wait past their deadline and have never run.
+    pub(crate) fn expired(&self, now: Instant) -> Vec<SeqId> {
+        let late = |id: &SeqId| !self.seq(*id).started && self.seq(*id).deadline.is_some_and(|d| d <= now);
+        self.waiting.iter().map(|&(_, id)| id).filter(late).collect()
+    }
+
+    /// Takes a sequence out; its KV stays for others to find.
+    pub(crate) fn remove(&mut self, id: SeqId) -> Seq {
+        self.release(id);
+        self.running.retain(|&r| r != id);
+        let seq = self.seqs[id].take().expect("a sequence that is here");
+        self.waiting.remove(&(seq.place, id));
+        self.vacant.push(id);
+        seq
+    }
+
+    /// What became of a sequence's part of a step: `computed` more tokens have KV, and `next` follow.
+    pub(crate) fn advance(&mut self, id: SeqId, computed: usize, next: &[u32]) {
+        let seq = self.seq_mut(id);
+        seq.tokens.extend_from_slice(next);
+        seq.drafts.clear();
+        seq.computed += computed;
+        debug_assert!(seq.computed < seq.tokens.len() || next.is_empty());
+        self.publish(id);
+    }
+
+    /// Chooses what the next step runs. Nothing runs if it is empty.
+    pub(crate) fn schedule(&mut self, backend: &mut Backend) -> Result<Step> {
+        self.forget_lost();
+        let mut works = Vec::new();
+        let mut load = Load::default();
+        let mut order = self.running.clone();
+        order.sort_unstable_by_key(|&id| self.seq(id).place);
+        for &id in &order {
+            if !self.running.contains(&id) || !self.seq(id).decoding() || !self.make_room(id, backend)? {
+                continue;
+            }
+            let seq = self.seq(id);
+            let new = 1 + seq.drafts.len();
+            load = load.plus(Load::of(seq.computed, new, new));
+            works.push(Work { id, new, rows: new });
+        }
+        let decoders = works.len();
+        let mut most = self.limits.max_tokens.saturating_sub(load.tokens);
+        if let (Some(target), true) = (self.limits.itl_target_ms, decoders > 0) {
+            let first = self.prefilling().min_by_key(|&id| self.seq(id).place);
+            let past = first.map_or(0, |id| self.seq(id).computed);
+            // A page at least: prompts must end some day, whatever the target.
+            let within = self.cost.prefill_within(load, past, most, target);
+            most = most.min(within.max(self.limits.page_size));
+        }
+        self.admit_waiting(most, backend)?;
+        self.split(most, &mut works, &mut load);
+        Ok(self.group(works, load, decoders))
+    }
+
+    fn prefilling(&self) -> impl Iterator<Item = SeqId> {
+        self.running.iter().copied().filter(|&id| !self.seq(id).decoding())
+    }
+
+    /// Pages for the next token and its drafts. If there are none, the last sequence in order gives up its own; if that
+    /// is this one, it does not run.
+    fn make_room(&mut self, id: SeqId, backend: &mut Backend) -> Result<bool> {
+        let page_size = self.limits.page_size;
+        loop {
+            let seq = self.seq(id);
+            let have = seq.pages.len() * page_size;
+            if have > seq.computed {
+                // Guesses are not worth a page of somebody else's.
+                let room = have - seq.computed - 1;
+                let want = seq.drafts.len();
+                if want > room && self.available() > self.reserve() {
+                    if let Some(page) = self.alloc(backend)? {
+                        self.seq_mut(id).pages.push(page);
+                        continue;
+                    }
+                }
+                self.seq_mut(id).drafts.truncate(room);
+                return Ok(true);
+            }
+            if let Some(page) = self.alloc(backend)? {
+                self.seq_mut(id).pages.push(page);
+                continue;
+            }
+            let last = self.running.iter().copied().max_by_key(|&r| self.seq(r).place).expect("this one runs");
+            self.preempt(last);
+            if last == id {
+                return Ok(false);
+            }
+        }
+    }
+
+    /// Sends a sequence back to wait; its pages are the tree's.
+    fn preempt(&mut self, id: SeqId) {
+        self.release(id);
+        self.running.retain(|&r| r != id);
+        self.seq_mut(id).drafts.clear();
+        self.waiting.insert((self.seq(id).place, id));
+        self.counts.preemptions += 1;
+    }
+
+    fn admit_waiting(&mut self, most: usize, backend: &mut Backend) -> Result<()> {
+        let queue: Vec<SeqId> = self.waiting.iter().take(self.limits.max_seqs + LOOK).map(|&(_, id)| id).collect();
+        let mut passed_over = 0;
+        for id in queue {
+            // As `split` will deal it out: the first prompt may take what others leave, and these may take half.
+            let first = self.prefilling().min_by_key(|&id| self.seq(id).place);
+            let (mut all, mut others) = (0, 0);
+            for other in self.prefilling() {
+                all += self.seq(other).pending();
+                others += if Some(other) == first { 0 } else { self.seq(other).pending() };
+            }
+            let room = all < most || others < most.div_ceil(2);
+            if !room || most == 0 || self.running.len() >= self.limits.max_seqs || passed_over >= LOOK {
+                break;
+            }
+            match self.admit(id, backend)? {
+                Admit::Yes => {}
+                Admit::Later => passed_over += 1,
+                Admit::Full => break,
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives a waiting sequence its pages: known ones, a copy of one that is known in part, and empty ones.
+    fn admit(&mut self, id: SeqId, backend: &mut Backend) -> Result<Admit> {
+        let page_size = self.limits.page_size;
+        let (salt, len) = (self.seq(id).salt, self.seq(id).tokens.len());
+        // The last token is computed whatever is known: its logits are needed.
+        let known = self.seq(id).tokens[..len - 1].to_vec();
+        let mut tail = None;
+        let mut nodes = Vec::new();
+        if self.limits.prefix_cache {
+            let whole = self.tree.find(salt, &known).nodes.len() * page_size;
+            let mut best = 0;
+            for &other in &self.running {
+                let seq = self.seq(other);
+                if seq.salt != salt {
+                    continue;
+                }
+                let shared = common(&seq.tokens, &known);
+                if shared / page_size * page_size > whole.max(seq.computed) {
+                    return Ok(Admit::Later); // it is computing what this one needs
+                }
+                // The page that it is writing, as far as it is written.
+                let have = shared.min(seq.computed).saturating_sub(whole).min(page_size);
+                if have > best && seq.pages.len() > whole / page_size {
+                    best = have;
+                    tail = Some((seq.pages[whole / page_size], have));
+                }
+            }
+            match self.load(salt, &known, backend)? {
+                Admit::Yes => {}
+                other => return Ok(other),
+            }
+            let found = self.tree.find(salt, &known);
+            if found.nodes.len() * page_size != whole {
+                tail = None; // a tier had lost a page, or gave one
+            }
+            if let Some((node, n)) = found.tail
+                && n > tail.map_or(0, |(_, n)| n)
+                && let Place::Pool(page) = self.tree.place(node)
+            {
+                tail = Some((page, n));
+            }
+            nodes = found.nodes;
+            let here = |n: &&NodeId| matches!(self.tree.place(**n), Place::Pool(_));
+            let resident = nodes.iter().take_while(here).count();
+            if resident < nodes.len() {
+                nodes.truncate(resident);
+                tail = None;
+            }
+        }
+        nodes.iter().for_each(|&n| self.tree.lock(n));
+        let need = len.div_ceil(page_size) - nodes.len();
+        let reserve = if self.running.is_empty() { 0 } else { self.reserve() };
+        if self.available() < need + reserve {
+            nodes.iter().rev().for_each(|&n| self.tree.unlock(n));
+            return Ok(Admit::Full);
+        }
+        let mut pages: Vec<u32> = nodes.iter().map(|&n| self.page(n)).collect();
+        let mut computed = nodes.len() * page_size;
+        for i in 0..need {
+            let page = self.alloc(backend)?.expect("as many pages as were counted");
+            // The first empty page takes the copy at once: the page copied from is nobody's, and might be the next to go.
+            // (If it is the very one that went, what it holds is in place.)
+            if let (0, Some((from, n))) = (i, tail) {
+                backend.copy_page(from, page, n)?;
+                computed += n;
+            }
+            pages.push(page);
+        }
+        let seq = self.seq_mut(id);
+        (seq.pages, seq.nodes, seq.computed) = (pages, nodes, computed);
+        if !std::mem::replace(&mut seq.started, true) {
+            seq.cached = computed.min(seq.prompt);
+            let (prompt, cached) = (seq.prompt, seq.cached);
+            self.counts.queried_tokens += prompt as u64;
+            self.counts.hit_tokens += cached as u64;
+        }
+        let place = self.seq(id).place;
+        self.waiting.remove(&(place, id));
+        self.running.push(id);
+        Ok(Admit::Yes)
+    }
+
+    /// Brings back from the tiers what is known of `tokens`.
+    fn load(&mut self, salt: u64, tokens: &[u32], backend: &mut Backend) -> Result<Admit> {
+        if self.tier.is_none() {
+            return Ok(Admit::Yes);
+        }
+        let found = self.tree.find(salt, tokens);
+        let path: Vec<NodeId> = found.nodes.iter().copied().chain(found.tail.map(|t| t.0)).collect();
+        let mut held = Vec::new();
+        let mut result = Admit::Yes;
+        for (i, &node) in path.iter().enumerate() {
+            if let Place::Tier(key) = self.tree.place(node) {
+                if self.available() == 0 {
+                    result = Admit::Full;
+                    break;
+                }
+                let Some(tier) = &mut self.tier else { break };
+                match tier.take(key) {
+                    Fetch::Ready(bytes) => {
+                        let page = self.alloc(backend)?.expect("a page was available");
+                        backend.write_page(page, &bytes)?;
+                        self.tree.restore(node, page);
+                        self.counts.restored_tokens += self.limits.page_size as u64;
+                    }
+                    Fetch::Pending => {
+                        for &next in path[i + 1..].iter().take(AHEAD) {
+                            if let Place::Tier(key) = self.tree.place(next) {
+                                tier.prefetch(key);
+                            }
+                        }
+                        result = Admit::Later;
+                        break;
+                    }
+                    Fetch::Missing => {
+                        self.forget(key);
+                        break;
+                    }
+                }
+            }
+            self.tree.lock(node);
+            held.push(node);
+        }
+        held.iter().rev().for_each(|&n| self.tree.unlock(n));
+        Ok(result)
+    }
+
+    /// Deals the step's tokens out to prompts: half to the first in order, the rest to the shortest; so a long prompt
+    /// slows short ones down by no more than half, and they it.
+    fn split(&self, most: usize, works: &mut Vec<Work>, load: &mut Load) {
+        let mut prompts: Vec<SeqId> = self.prefilling().collect();
+        prompts.sort_unstable_by_key(|&id| self.seq(id).place);
+        let Some((&first, others)) = prompts.split_first() else { return };
+        let mut others = others.to_vec();
+        others.sort_by_key(|&id| self.seq(id).pending());
+        let wanted: usize = others.iter().map(|&id| self.seq(id).pending()).sum();
+        let mut left = most;
+        let mut share = vec![(first, self.seq(first).pending().min(most - wanted.min(most / 2)))];
+        left -= share[0].1;
+        for &id in &others {
+            let take = self.seq(id).pending().min(left);
+            left -= take;
+            share.push((id, take));
+        }
+        share[0].1 += left.min(self.seq(first).pending() - share[0].1);
+        let alone = works.is_empty();
+        for (id, take) in share {
+            let seq = self.seq(id);
+            let mut new = take;
+            if new < seq.pending() {
+                // Whole pages, as far as that is something: their nodes are the tree's a step earlier.
+                let end = (seq.computed + new) / self.limits.page_size * self.limits.page_size;
+                new = end.saturating_sub(seq.computed);
+                if new == 0 && alone && works.is_empty() {
+                    new = take;
+                }
+            }
+            if new > 0 {
+                let rows = usize::from(new == seq.pending());
+                *load = load.plus(Load::of(seq.computed, new, rows));
+                works.push(Work { id, new, rows });
+            }
+        }
+    }
+
+    /// Orders a step's parts so that those that share a prefix stand together.
+    fn group(&self, works: Vec<Work>, load: Load, decoders: usize) -> Step {
+        let prefill = works.len() > decoders;
+        let read_flat = works.iter().map(|w| self.seq(w.id).computed + w.new).sum();
+        let mut step = Step { load, read_flat, read: read_flat, prefill, ..Step::default() };
+        if !self.limits.cascade || works.len() < 2 {
+            step.works = works;
+            return step;
+        }
+        let member = |w: &Work| {
+            let seq = self.seq(w.id);
+            Member { pages: &seq.pages, whole: seq.computed / self.limits.page_size }
+        };
+        let members: Vec<_> = works.iter().map(member).collect();
+        let (order, shared) = group::groups(&members, self.limits.page_size);
+        step.works = order.iter().map(|&i| works[i]).collect();
+        step.read -= shared.iter().map(|g| (g.count - 1) * g.len).sum::<usize>();
+        step.shared = shared;
+        step
+    }
+
+    fn available(&self) -> usize {
+        self.pool.available() + self.tree.evictable()
+    }
+
+    /// Pages that running sequences will soon want.
+    fn reserve(&self) -> usize {
+        let more = |&id: &SeqId| {
+            let seq = self.seq(id);
+            let len = (seq.tokens.len() + ROOM).min(seq.max_len);
+            len.div_ceil(self.limits.page_size).saturating_sub(seq.pages.len())
+        };
+        self.running.iter().map(more).sum()
+    }
+
+    fn page(&self, node: NodeId) -> u32 {
+        match self.tree.place(node) {
+            Place::Pool(page) => page,
+            Place::Tier(_) => unreachable!("a node that is held is in the pool"),
+        }
+    }
+
+    fn alloc(&mut self, backend: &mut Backend) -> Result<Option<u32>> {
+        if let Some(page) = self.pool.alloc() {
+            return Ok(Some(page));
+        }
+        let Some(coldest) = self.tree.coldest() else { return Ok(None) };
+        let bytes = backend.page_bytes();
+        let key = self.tier.as_mut().and_then(|t| t.reserve(bytes));
+        if let (Some(key), Some(tier)) = (key, &mut self.tier) {
+            let mut page = vec![0; bytes];
+            backend.read_page(coldest, &mut page)?;
+            tier.put(key, page);
+        }
+        let mut gone = Vec::new();
+        let page = self.tree.evict(key, &mut gone);
+        self.discard(&gone);
+        self.counts.evictions += 1;
+        Ok(page)
+    }
+
+    /// Gives the tree the pages that are whole now.
+    fn publish(&mut self, id: SeqId) {
+        if !self.limits.prefix_cache {
+            return;
+        }
+        let page_size = self.limits.page_size;
+        let mut seq = self.seqs[id].take().expect("a sequence that is here");
+        for at in seq.nodes.len()..seq.computed / page_size {
+            let tokens = &seq.tokens[at * page_size..][..page_size];
+            let got = self.tree.insert(seq.salt, seq.nodes.last().copied(), tokens, seq.pages[at]);
+            if !got.taken {
+                // Another computed the same at the same time; one is enough.
+                self.pool.free(seq.pages[at]);
+                seq.pages[at] = self.page(got.node);
+            }
+            self.tree.lock(got.node);
+            seq.nodes.push(got.node);
+            self.freed(got.freed);
+        }
+        self.seqs[id] = Some(seq);
+    }
+
+    /// Gives all pages of a sequence to the tree, or back to the pool.
+    fn release(&mut self, id: SeqId) {
+        self.publish(id);
+        let page_size = self.limits.page_size;
+        let mut seq = self.seqs[id].take().expect("a sequence that is here");
+        for at in seq.nodes.len()..seq.pages.len() {
+            let written = seq.computed.saturating_sub(at * page_size).min(page_size);
+            let mut taken = false;
+            if written > 0 && self.limits.prefix_cache {
+                let tokens = &seq.tokens[at * page_size..][..written];
+                let got = self.tree.insert(seq.salt, seq.nodes.last().copied(), tokens, seq.pages[at]);
+                taken = got.taken;
+                self.freed(got.freed);
+            }
+            if !taken {
+                self.pool.free(seq.pages[at]);
+            }
+        }
+        seq.nodes.drain(..).rev().for_each(|n| self.tree.unlock(n));
+        seq.pages.clear();
+        seq.computed = 0;
+        self.seqs[id] = Some(seq);
+    }
+
+    fn freed(&mut self, place: Option<Place>) {
+        match place {
+            Some(Place::Pool(page)) => self.pool.free(page),
+            Some(Place::Tier(key)) => self.discard(&[key]),
+            None => {}
+        }
+    }
+
+    fn forget_lost(&mut self) {
+        let lost = self.tier.as_mut().map(Tier::lost).unwrap_or_default();
+        lost.into_iter().for_each(|key| self.forget(key));
+    }
+
+    fn forget(&mut self, key: u64) {
+        let mut gone = Vec::new();
+        self.tree.forget(key, &mut gone);
+        self.discard(&gone);
+    }
+
+    fn discard(&mut self, keys: &[u64]) {
+        if let Some(tier) = &mut self.tier {
+            keys.iter().for_each(|&key| tier.discard(key));
+        }
+    }
+}

@@ -1,0 +1,93 @@
+//! Stop texts: what may be shown of an answer while it may yet turn out to end it.
+
+/// Looks for stop texts in text that comes in pieces, and holds back what may be the start of one.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct StopText {
+    stops: Vec<String>,
+    held: String,
+}
+
+impl StopText {
+    pub(crate) fn new(stops: Vec<String>) -> Self {
+        Self { stops, held: String::new() }
+    }
+
+    /// Adds `text`; returns what is certain, and whether a stop text ended it.
+    ///
+    /// The stop text that ends first counts; of those that end together, the one that starts first.
+    pub(crate) fn push(&mut self, text: &str) -> (String, bool) {
+        if self.stops.is_empty() {
+            return (text.into(), false);
+        }
+        self.held.push_str(text);
+        let end = self.stops.iter().filter_map(|s| self.held.find(s.as_str()).map(|at| (at + s.len(), at))).min();
+        if let Some((_, at)) = end {
+            self.held.truncate(at);
+            return (std::mem::take(&mut self.held), true);
+        }
+        let starts = |at: &usize| self.stops.iter().any(|s| s.starts_with(&self.held[*at..]));
+        let at = self.held.char_indices().map(|(at, _)| at).find(starts).unwrap_or(self.held.len());
+        let rest = self.held.split_off(at);
+        (std::mem::replace(&mut self.held, rest), false)
+    }
+
+    /// What was held back, when no more comes.
+    pub(crate) fn finish(&mut self) -> String {
+        std::mem::take(&mut self.held)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn a_start_of_a_stop_text_is_held_back_and_given_when_it_is_none() {
+        let mut stop = StopText::new(vec!["END".into(), "\n\n".into()]);
+        assert_eq!(stop.push("one E"), ("one ".into(), false));
+        assert_eq!(stop.push("N"), (String::new(), false));
+        assert_eq!(stop.push("d\n"), ("ENd".into(), false));
+        assert_eq!(stop.push("\nmore"), (String::new(), true));
+        let mut stop = StopText::new(vec!["éa".into()]);
+        assert_eq!(stop.push("xé"), ("x".into(), false));
+        assert_eq!(stop.finish(), "é");
+    }
+
+    proptest! {
+        /// However the text is cut, what comes out is the text before the stop text that ends first.
+        #[test]
+        fn any_cut_gives_the_same_text(
+            text in "[abé]{0,24}",
+            stops in prop::collection::vec("[abé]{1,4}", 0..4),
+            cuts in prop::collection::vec(0..30usize, 0..8),
+        ) {
+            let mut pieces: Vec<&str> = Vec::new();
+            let mut cuts: Vec<usize> = cuts.into_iter().filter(|&c| text.is_char_boundary(c)).chain([0, text.len()]).collect();
+            cuts.sort_unstable();
+            pieces.extend(cuts.windows(2).map(|w| &text[w[0]..w[1]]));
+            let mut stop = StopText::new(stops.clone());
+            let (mut got, mut stopped) = (String::new(), false);
+            for piece in pieces {
+                let (text, end) = stop.push(piece);
+                got += &text;
+                // Nothing is shown that is part of a stop text to come.
+                prop_assert!(!stops.iter().any(|s| got.contains(s.as_str())));
+                if end {
+                    stopped = true;
+                    break;
+                }
+            }
+            if !stopped {
+                got += &stop.finish();
+            }
+            let ends = |end: usize| {
+                let part = text.is_char_boundary(end).then(|| &text[..end]);
+                part.and_then(|p| stops.iter().filter(|s| p.ends_with(s.as_str())).map(|s| end - s.len()).min())
+            };
+            let want = (0..=text.len()).find_map(ends);
+            prop_assert_eq!(stopped, want.is_some());
+            prop_assert_eq!(got.as_str(), &text[..want.unwrap_or(text.len())]);
+        }
+    }
+}
