@@ -9,6 +9,9 @@ use serde_json::{Map, Value};
 /// Takes what the engine tells about a request; false when nobody listens any more.
 pub type Sink = Box<dyn FnMut(Event) -> bool + Send>;
 
+/// Ends a request that may still wait or run; one that has ended is left alone.
+pub type Abort = Box<dyn Fn() + Send + Sync>;
+
 /// What the server says about the model it serves.
 #[derive(Clone, Debug)]
 pub struct ModelInfo {
@@ -40,15 +43,13 @@ impl ToolFormat {
     }
 }
 
-/// An engine, as the server sees it. Functions may take milliseconds and are called off the server's own threads where
-/// they may take more.
+/// An engine, as the server sees it. What may take milliseconds (all but `health`, `stats` and `token_bytes`) is called
+/// on threads that may block.
 pub trait Backend: Send + Sync + 'static {
     /// The model served.
     fn model(&self) -> &ModelInfo;
-    /// Queues a request; `sink` gets its events.
-    fn submit(&self, request: Request, sink: Sink) -> Result<u64>;
-    /// Ends a request that may still wait or run.
-    fn abort(&self, id: u64);
+    /// Queues a request, whose events go to `sink`; returns the way to end it before its time.
+    fn submit(&self, request: Request, sink: Sink) -> Result<Abort>;
     /// An error once the engine has stopped by itself.
     fn health(&self) -> Result<()>;
     /// Waits until nothing runs, at most so long, then stops the engine.

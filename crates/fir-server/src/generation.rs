@@ -5,7 +5,7 @@ use std::sync::Arc;
 use fir_engine::{Event, Finish, Request, TokenLogprobs};
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
-use crate::backend::Backend;
+use crate::backend::{Abort, Backend};
 use crate::error::{ApiError, Result};
 use crate::metrics::InFlight;
 use crate::parse::{Parser, Piece};
@@ -34,7 +34,7 @@ pub(crate) struct Generation {
     state: Arc<State>,
     backend: Arc<dyn Backend>,
     events: UnboundedReceiver<(usize, Event)>,
-    ids: Vec<u64>,
+    aborts: Vec<Abort>,
     choices: Vec<Choice>,
     /// Choices of one prompt.
     n: usize,
@@ -64,14 +64,14 @@ impl Generation {
         let (sender, events) = unbounded_channel();
         state.metrics.begin();
         let (flight, total) = (state.metrics.enter(), Total::default());
-        let ids = Vec::with_capacity(requests.len());
+        let aborts = Vec::with_capacity(requests.len());
         let mut this =
-            Self { state: state.clone(), backend, events, ids, choices, n, open, _flight: flight, total, peeked: None };
+            Self { state: state.clone(), backend, events, aborts, choices, n, open, _flight: flight, total, peeked: None };
         for (i, request) in requests.into_iter().enumerate() {
             let sender = sender.clone();
             let sink = Box::new(move |event| sender.send((i, event)).is_ok());
-            let id = this.backend.submit(request, sink)?;
-            this.ids.push(id);
+            let abort = this.backend.submit(request, sink)?;
+            this.aborts.push(abort);
         }
         Ok(this)
     }
@@ -162,7 +162,13 @@ impl Generation {
                 state.drop_calls(&mut pieces);
                 Some(Ok(Update::End { choice, pieces, length: reason == Finish::Length }))
             }
-            Event::Failed(why) => Some(Err(self.fail(ApiError::internal(why)))),
+            Event::Failed(why) => {
+                let error = match self.backend.health() {
+                    Ok(()) => ApiError::internal(why),
+                    Err(_) => ApiError::unavailable(why, "engine_stopped"),
+                };
+                Some(Err(self.fail(error)))
+            }
         }
     }
 
@@ -174,15 +180,13 @@ impl Generation {
     }
 
     fn abort(&self) {
-        for &id in &self.ids {
-            self.backend.abort(id);
-        }
+        self.aborts.iter().for_each(|abort| abort());
     }
 }
 
 impl Drop for Generation {
     fn drop(&mut self) {
-        if self.open > 0 && !self.ids.is_empty() {
+        if self.open > 0 && !self.aborts.is_empty() {
             self.abort();
             self.state.metrics.leave();
         }

@@ -11,13 +11,14 @@
 //! of the engine, `generation` hands back its events (and ends it when nobody listens), `parse` takes the text apart,
 //! `stream` writes it as it comes. An unknown field is an error, as a misspelt one would else be ignored in silence.
 //!
-//! An engine is a [`Backend`]; [`Server::bind`] listens before there is one and answers 503 until it is installed.
+//! An engine is a [`Backend`] ([`EngineBackend`] is the one of `fir-engine`); [`Server::bind`] listens before there is one and answers 503 until it is installed.
 #![forbid(unsafe_code)]
 
 mod asked;
 mod auth;
 mod backend;
 mod config;
+mod engine;
 mod error;
 mod generation;
 mod metrics;
@@ -31,7 +32,8 @@ mod state;
 mod stream;
 
 pub use crate::{
-    backend::{Backend, ModelInfo, Sink, ToolFormat},
+    backend::{Abort, Backend, ModelInfo, Sink, ToolFormat},
     config::{Config, Limits},
+    engine::EngineBackend,
     serve::{Installer, Server},
 };

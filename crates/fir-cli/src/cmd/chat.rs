@@ -119,12 +119,12 @@ impl Chat<'_> {
         let request = Request { prompt, sampling, n: 1, priority: 0, deadline: None, salt: 0 };
         let (sender, events) = channel();
         let begin = Instant::now();
-        let id = backend.submit(request, Box::new(move |event| sender.send(event).is_ok()))?;
+        let abort = backend.submit(request, Box::new(move |event| sender.send(event).is_ok()))?;
         let (mut answer, mut first, mut count) = (String::new(), None, 0usize);
         let mut aborted = false;
         let usage = loop {
             if stopped.load(Ordering::SeqCst) && !aborted {
-                backend.abort(id);
+                abort();
                 aborted = true;
             }
             let event = match events.recv_timeout(Duration::from_millis(20)) {

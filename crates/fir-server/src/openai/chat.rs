@@ -202,9 +202,8 @@ pub(crate) async fn handle(Shared(state): Shared<Arc<State>>, asked: Asked) -> R
     let id = common.id("chatcmpl", || state.fresh_id())?;
     let conversation = chat.conversation(&state.config.limits)?;
     let with_logprobs = conversation.logprobs.is_some();
-    let prepared = blocking(&state, move |state| conversation.prepare(state, &common, asked.salt)).await?;
-    let choices = prepared.request.n;
-    let generation = Generation::start(&state, vec![prepared.request], &prepared.parser, prepared.one_call)?;
+    let choices = common.n(&state.config.limits)?;
+    let generation = blocking(&state, move |state| conversation.start(state, &common, asked.salt)).await?;
     let head = Head { id, model, created: now(), backend: backend.clone(), logprobs: with_logprobs };
     if streams {
         let calls = vec![0; choices];

@@ -72,12 +72,14 @@ pub(crate) async fn handle(Shared(state): Shared<Arc<State>>, asked: Asked) -> R
     let (streams, usage) = (common.stream == Some(true), common.usage_chunk());
     let id = common.id("cmpl", || state.fresh_id())?;
     let with_logprobs = completion.logprobs.is_some();
-    let (requests, echo) = blocking(&state, move |state| completion.prepare(state, &common, asked.salt)).await?;
-    let n = requests.first().map_or(1, |r| r.n);
-    let texts: Vec<Text> = (0..n * requests.len())
-        .map(|i| Text { echo: echo.get(i / n).cloned().unwrap_or_default(), ..Text::default() })
-        .collect();
-    let generation = Generation::start(&state, requests, &Parser::raw(), false)?;
+    let start = move |state: &Arc<State>| {
+        let (requests, echo) = completion.prepare(state, &common, asked.salt)?;
+        let n = requests.first().map_or(1, |r| r.n);
+        let text = |i: usize| Text { echo: echo.get(i / n).cloned().unwrap_or_default(), ..Text::default() };
+        let texts: Vec<Text> = (0..n * requests.len()).map(text).collect();
+        Ok((Generation::start(state, requests, &Parser::raw(), false)?, texts))
+    };
+    let (generation, texts) = blocking(&state, start).await?;
     let head = Head { id, model, created: now(), backend: backend.clone(), with_logprobs };
     if streams {
         return stream::respond(&state, generation, TextStream { head, usage, texts }).await;

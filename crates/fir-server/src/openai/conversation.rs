@@ -12,6 +12,7 @@ use crate::auth::salted;
 use crate::backend::{Backend, ModelInfo};
 use crate::config::Limits;
 use crate::error::{ApiError, Result};
+use crate::generation::Generation;
 use crate::params::{Common, schema_text, within};
 use crate::parse::{Calls, Parser};
 use crate::state::State;
@@ -62,15 +63,21 @@ pub(crate) struct Conversation {
 }
 
 /// A request for the engine, and how its text is read.
-pub(crate) struct Prepared {
-    pub(crate) request: Request,
-    pub(crate) parser: Parser,
-    pub(crate) one_call: bool,
+struct Prepared {
+    request: Request,
+    parser: Parser,
+    one_call: bool,
 }
 
 impl Conversation {
-    /// Checks, renders and encodes it: work for a thread that may block.
-    pub(crate) fn prepare(mut self, state: &State, common: &Common, salt: u64) -> Result<Prepared> {
+    /// Hands it to the engine: work for a thread that may block.
+    pub(crate) fn start(self, state: &Arc<State>, common: &Common, salt: u64) -> Result<Generation> {
+        let Prepared { request, parser, one_call } = self.prepare(state, common, salt)?;
+        Generation::start(state, vec![request], &parser, one_call)
+    }
+
+    /// Checks, renders and encodes it.
+    fn prepare(mut self, state: &State, common: &Common, salt: u64) -> Result<Prepared> {
         let (backend, limits) = (state.backend()?.as_ref(), &state.config.limits);
         let model = backend.model();
         let mut sampling = common.sampling(model, limits)?;
@@ -219,7 +226,7 @@ pub(crate) fn engine_request(
 /// Runs what may take milliseconds on a thread for it.
 pub(crate) async fn blocking<T: Send + 'static>(
     state: &Arc<State>,
-    work: impl FnOnce(&State) -> Result<T> + Send + 'static,
+    work: impl FnOnce(&Arc<State>) -> Result<T> + Send + 'static,
 ) -> Result<T> {
     let state = state.clone();
     let done = tokio::task::spawn_blocking(move || work(&state)).await;

@@ -94,7 +94,7 @@ pub(crate) async fn tokenize(Shared(state): Shared<Arc<State>>, asked: Asked) ->
     served(&state)?;
     asked.known(&TOKENIZE)?;
     let request: TokenizeRequest = part(&asked.body)?;
-    let work = move |state: &State| {
+    let work = move |state: &Arc<State>| {
         let backend = state.backend()?;
         check_model(&request.model, backend.model())?;
         let tokens = match (request.prompt, request.messages) {

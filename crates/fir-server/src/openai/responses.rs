@@ -16,7 +16,7 @@ use super::items::{Head, Items};
 use crate::asked::Asked;
 use crate::config::Limits;
 use crate::error::{ApiError, Result};
-use crate::generation::{Generation, Update};
+use crate::generation::Update;
 use crate::params::{Common, fields, part, schema_text};
 use crate::state::{State, now};
 use crate::stream;
@@ -157,8 +157,7 @@ pub(crate) async fn handle(Shared(state): Shared<Arc<State>>, asked: Asked) -> R
     }
     let conversation = request.conversation(&state.config.limits)?;
     let salt = asked.salt;
-    let prepared = blocking(&state, move |state| conversation.prepare(state, &common, salt)).await?;
-    let mut generation = Generation::start(&state, vec![prepared.request], &prepared.parser, prepared.one_call)?;
+    let mut generation = blocking(&state, move |state| conversation.start(state, &common, salt)).await?;
     let mut items = Items::new(Head { id, model, created: now(), echo });
     if streams {
         return stream::respond(&state, generation, items).await;

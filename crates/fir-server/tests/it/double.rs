@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use fir_engine::{Error, Event, Finish, Logprob, Request, Result, TokenLogprobs, Usage};
 use fir_engine::stats::Stats;
-use fir_server::{Backend, ModelInfo, Sink, ToolFormat};
+use fir_server::{Abort, Backend, ModelInfo, Sink, ToolFormat};
 use serde_json::{Map, Value};
 
 /// What the double does with requests.
@@ -54,7 +54,7 @@ struct Shared {
 pub struct Double {
     info: ModelInfo,
     script: Script,
-    shared: Mutex<Shared>,
+    shared: Arc<Mutex<Shared>>,
     /// Requests as they came.
     pub seen: Mutex<Vec<Request>>,
     next: AtomicUsize,
@@ -73,7 +73,7 @@ impl Double {
         let this = Arc::new(Self {
             info,
             script,
-            shared: Mutex::default(),
+            shared: Arc::default(),
             seen: Mutex::default(),
             next: AtomicUsize::new(1),
             stop: AtomicBool::new(false),
@@ -178,7 +178,7 @@ impl Backend for Double {
         &self.info
     }
 
-    fn submit(&self, request: Request, mut sink: Sink) -> Result<u64> {
+    fn submit(&self, request: Request, mut sink: Sink) -> Result<Abort> {
         self.health()?;
         let text = self.decode(&request.prompt)?;
         if text.contains("FAIL AT ONCE") {
@@ -193,7 +193,7 @@ impl Backend for Double {
         let id = self.next.fetch_add(1, Ordering::SeqCst) as u64;
         if text.contains("FAIL LATER") {
             sink(Event::Failed("asked to fail later".into()));
-            return Ok(id);
+            return Ok(Box::new(|| ()));
         }
         if text.contains("FAIL MIDWAY") {
             sink(Event::Token { choice: 0, id: 72, text: "H".into(), logprobs: None });
@@ -201,7 +201,7 @@ impl Backend for Double {
                 thread::sleep(Duration::from_millis(30));
                 sink(Event::Failed("asked to fail midway".into()))
             });
-            return Ok(id);
+            return Ok(Box::new(|| ()));
         }
         let pieces = |choice| -> VecDeque<String> {
             let text: Vec<char> = (self.script.answer)(&request, choice).chars().collect();
@@ -209,14 +209,13 @@ impl Backend for Double {
         };
         let choices = (0..request.n).map(|c| (pieces(c), 0, false)).collect();
         shared.queue.push_back(Job { id, request, sink, choices });
-        Ok(id)
-    }
-
-    fn abort(&self, id: u64) {
-        let mut shared = self.shared.lock().unwrap();
-        if shared.queue.iter().chain(&shared.running).any(|j| j.id == id) {
-            shared.aborted.insert(id);
-        }
+        let shared = self.shared.clone();
+        Ok(Box::new(move || {
+            let mut shared = shared.lock().unwrap();
+            if shared.queue.iter().chain(&shared.running).any(|j| j.id == id) {
+                shared.aborted.insert(id);
+            }
+        }))
     }
 
     fn health(&self) -> Result<()> {

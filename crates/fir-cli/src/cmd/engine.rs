@@ -1,0 +1,82 @@
+//! Starting an engine by settings, with what it takes on stderr.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail};
+use fir::Exec;
+use fir_engine::{Config, Engine, Model};
+use fir_server::{Backend, EngineBackend};
+
+use super::pull::fetched;
+use super::settings::{Settings, Size};
+
+/// Bytes in the folder of the disk tier where nobody says otherwise.
+const DISK_CACHE: Size = Size(8 << 30);
+
+/// What is set about an engine where nobody says otherwise.
+pub(crate) fn defaults() -> Settings {
+    let config = Config::default();
+    Settings {
+        max_running: Some(config.max_seqs),
+        queue_requests: Some(config.max_queue),
+        queue_tokens: Some(config.max_queue_tokens),
+        itl_target_ms: config.itl_target_ms,
+        host_cache: Some(Size(config.host_tier)),
+        speculate: Some(config.drafts > 0),
+        ..Settings::default()
+    }
+}
+
+fn config(settings: &Settings) -> Result<Config> {
+    let base = Config::default();
+    let disk_tier = match (&settings.disk_cache, settings.disk_cache_size) {
+        (Some(folder), size) => Some((folder.into(), size.unwrap_or(DISK_CACHE).0)),
+        (None, Some(size)) => bail!("--disk-cache-size {size} needs --disk-cache"),
+        (None, None) => None,
+    };
+    let max_seqs = settings.max_running.unwrap_or(base.max_seqs);
+    let drafts = if settings.speculate == Some(false) { 0 } else { base.drafts };
+    Ok(Config {
+        memory: settings.memory.map(|s| s.0),
+        context: settings.context,
+        max_seqs,
+        // A step takes a token of every sequence, what was guessed after it, and a page of a prompt at least.
+        max_step_tokens: base.max_step_tokens.max(max_seqs * (1 + drafts) + base.page_size),
+        itl_target_ms: settings.itl_target_ms,
+        max_queue: settings.queue_requests.unwrap_or(base.max_queue),
+        max_queue_tokens: settings.queue_tokens.unwrap_or(base.max_queue_tokens),
+        drafts,
+        host_tier: settings.host_cache.map_or(base.host_tier, |s| s.0),
+        disk_tier,
+        ..base
+    })
+}
+
+/// An engine that has run its first steps. Each phase is a line on stderr: what, how long, with which result.
+pub(crate) fn start(settings: &Settings) -> Result<Arc<dyn Backend>> {
+    let spec = settings.model.as_deref().context("--model is missing")?;
+    let path = fetched(spec)?;
+    let begin = Instant::now();
+    let exec = match (Exec::cpu()?, settings.threads) {
+        (_, Some(0)) => bail!("--threads 0 must be at least 1"),
+        (Exec::Cpu(cpu), Some(threads)) => Exec::cpu_with(cpu.level(), threads)?,
+        (exec, _) => exec,
+    };
+    let model = Arc::new(Model::load(&exec, &path).with_context(|| format!("loading {spec}"))?);
+    let of = model.config();
+    let name = settings.name.clone().unwrap_or_else(|| of.name.clone());
+    let what = format!("{name}: {} layers of {}, {} tokens of context", of.layers, of.hidden, of.context);
+    phase("load", begin, &what);
+    let begin = Instant::now();
+    let handle = Engine::start(model.clone(), config(settings)?)?;
+    phase("plan", begin, &format!("memory beside the weights, for {} tokens of context:", handle.context()));
+    for line in handle.memory().to_string().lines() {
+        eprintln!("{:<20}{line}", "");
+    }
+    Ok(Arc::new(EngineBackend::new(handle, model, name)))
+}
+
+fn phase(name: &str, begin: Instant, what: &str) {
+    eprintln!("{name:<8} {:>7.2} s  {what}", begin.elapsed().as_secs_f64());
+}
