@@ -3,8 +3,6 @@
 
 use std::sync::Arc;
 
-use fir::Exec;
-
 use crate::error::Result;
 use crate::models::Model;
 use crate::runner::{Batch, KvCache, Runner};
@@ -17,8 +15,6 @@ pub(crate) struct Running {
     pub model: Arc<Model>,
     pub kv: KvCache,
     pub runner: Runner,
-    /// Where tokens are drawn: logits come to the host's memory.
-    pub host: Exec,
 }
 
 pub(crate) enum Backend {

@@ -3,8 +3,11 @@
 
 mod backend;
 pub mod chat;
+pub mod config;
+pub mod engine;
 pub mod error;
 mod grammar;
+pub mod handle;
 mod kv;
 mod layers;
 pub mod models;
@@ -13,6 +16,7 @@ pub mod request;
 pub mod runner;
 mod sampler;
 mod sched;
+mod spec;
 pub mod stats;
 mod text;
 pub mod tokenizer;
@@ -20,9 +24,13 @@ mod weights;
 
 pub use crate::{
     chat::ChatTemplate,
+    config::{Config, MemoryPlan},
+    engine::Engine,
     error::{Error, Result},
+    handle::{Handle, Health, RequestId},
     models::{KvLayout, Model, ModelConfig},
     request::{Event, Finish, Grammar, Logprob, Request, Sampling, TokenLogprobs, Usage},
     runner::{Batch, KvCache, KvType, Limits, Runner, Seq, Shared},
+    stats::{Histogram, Stats, TierStats},
     tokenizer::{Detokenizer, Tokenizer},
 };

@@ -410,7 +410,7 @@ fn moe_of(j: &Fields<'_>, arch: &str) -> Result<Option<MoeConfig>> {
                 return Err(j.wrong("mlp_only_layers", "a list", "an empty one"));
             }
             Some(MoeConfig {
-                experts: j.number("num_experts")?,
+                experts: j.maybe("num_local_experts")?.map_or_else(|| j.number("num_experts"), Ok)?,
                 top_k: j.number("num_experts_per_tok")?,
                 inter: j.number("moe_intermediate_size")?,
                 shared: 0,

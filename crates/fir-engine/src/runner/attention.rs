@@ -21,6 +21,9 @@ use crate::models::{KvLayout, Mla, Model, ModelConfig, rope::Angles};
 /// Two threads share one sequence's decode from 256 tokens on.
 const SPLIT: Split = Split::Fixed(256);
 
+/// Added to mean squares by the norms inside latent attention, whatever the model's others add.
+const LATENT_EPS: f32 = 1e-6;
+
 /// Buffers, angles and plans of attention.
 pub(super) struct Attend {
     variant: Variant,
@@ -251,14 +254,14 @@ impl Attend {
         match &w.q_a {
             Some((q_a, weight)) => {
                 q_a.run(exec, x, first_mut(&mut b.q_a, n)?)?;
-                norm::rms_norm(exec, first(&b.q_a, n)?, weight.view(), c.eps, first_mut(&mut b.q_a_normed, n)?)?;
+                norm::rms_norm(exec, first(&b.q_a, n)?, weight.view(), LATENT_EPS, first_mut(&mut b.q_a_normed, n)?)?;
                 w.q_b.run(exec, first(&b.q_a_normed, n)?, first_mut(&mut b.q, n)?)?;
             }
             None => w.q_b.run(exec, x, first_mut(&mut b.q, n)?)?,
         }
         w.kv_a.run(exec, x, first_mut(&mut b.kv_a, n)?)?;
         let kv_a = first(&b.kv_a, n)?;
-        norm::rms_norm(exec, kv_a.slice(1, 0..m.kv_rank)?, w.kv_norm.view(), c.eps, first_mut(&mut b.ckv, n)?)?;
+        norm::rms_norm(exec, kv_a.slice(1, 0..m.kv_rank)?, w.kv_norm.view(), LATENT_EPS, first_mut(&mut b.ckv, n)?)?;
 
         let q = first(&b.q, n)?.reshape(&[n, c.heads, c.head_dim])?;
         let nope = q.slice(2, 0..m.nope)?.transpose(0, 1)?;

@@ -552,6 +552,24 @@ impl Scheduler {
         step
     }
 
+    /// Pages for `len` tokens of nobody's.
+    pub(crate) fn borrow_pages(&mut self, len: usize, backend: &mut Backend) -> Result<Vec<u32>> {
+        let need = len.div_ceil(self.limits.page_size);
+        if need + self.reserve() > self.available() {
+            let tokens = self.waiting.iter().map(|&(_, id)| self.seq(id).prompt).sum();
+            return Err(Error::Busy { waiting: self.waiting.len(), tokens });
+        }
+        let mut pages = Vec::with_capacity(need);
+        while pages.len() < need {
+            pages.extend(self.alloc(backend)?);
+        }
+        Ok(pages)
+    }
+
+    pub(crate) fn return_pages(&mut self, pages: Vec<u32>) {
+        pages.into_iter().for_each(|page| self.pool.free(page));
+    }
+
     fn available(&self) -> usize {
         self.pool.available() + self.tree.evictable()
     }

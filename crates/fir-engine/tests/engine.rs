@@ -1,0 +1,142 @@
+//! The engine over real (tiny, random) models of every family: batches, shared prefixes, guesses and tiers change how an
+//! answer is computed and not the answer.
+#![allow(missing_docs)]
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, channel};
+
+use fir::Exec;
+use fir_engine::{Config, Engine, Event, Grammar, Handle, Health, KvType, Model, Request, Sampling, Stats};
+
+const FAMILIES: [&str; 8] = ["llama", "llama-tied", "qwen2", "qwen3", "qwen3-moe", "gemma3", "deepseek2", "deepseek3"];
+
+fn model(family: &str) -> Arc<Model> {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(family);
+    Arc::new(Model::load(&Exec::cpu().unwrap(), &path).unwrap())
+}
+
+fn config() -> Config {
+    Config {
+        memory: Some(64 << 20),
+        kv_type: KvType::F32,
+        page_size: 4,
+        max_step_tokens: 512,
+        itl_target_ms: None,
+        drafts: 0,
+        ..Config::default()
+    }
+}
+
+fn submit(handle: &Handle, request: Request) -> Receiver<Event> {
+    let (tx, rx) = channel();
+    handle.submit(request, move |event| tx.send(event).is_ok()).unwrap();
+    rx
+}
+
+/// Tokens per continuation.
+fn tokens(events: Receiver<Event>) -> Vec<Vec<u32>> {
+    let mut all: Vec<Vec<u32>> = Vec::new();
+    for event in events {
+        match event {
+            Event::Token { choice, id, .. } => {
+                all.resize(all.len().max(choice + 1), Vec::new());
+                all[choice].push(id);
+            }
+            Event::Finished { .. } => {}
+            Event::Failed(why) => panic!("{why}"),
+        }
+    }
+    all
+}
+
+/// Prompts with common beginnings; greedy and sampled.
+fn varied(i: usize, vocab: usize) -> Request {
+    let sampling = Sampling {
+        temperature: [0.0, 0.9][i % 2],
+        top_p: [1.0, 0.95][i / 2 % 2],
+        repetition_penalty: [1.0, 1.1][i / 4 % 2],
+        seed: Some(i as u64),
+        max_tokens: 12 + i % 8,
+        ignore_eos: true,
+        ..Sampling::default()
+    };
+    let prompt = (0..30 + i % 23).map(|t| if t < 24 { t * 5 + i % 3 } else { t * 7 + i } % (vocab - 3) + 3);
+    Request { prompt: prompt.map(|t| t as u32).collect(), sampling, n: 1 + i % 2, priority: 0, deadline: None, salt: 0 }
+}
+
+fn run(model: &Arc<Model>, config: Config, together: bool) -> (Vec<Vec<Vec<u32>>>, Stats) {
+    let handle = Engine::start(Arc::clone(model), config).unwrap();
+    let vocab = model.config().vocab;
+    let answers = if together {
+        let all: Vec<_> = (0..64).map(|i| submit(&handle, varied(i, vocab))).collect();
+        all.into_iter().map(tokens).collect()
+    } else {
+        (0..64).map(|i| tokens(submit(&handle, varied(i, vocab)))).collect()
+    };
+    assert_eq!(handle.health(), Health::Ok);
+    (answers, handle.stats())
+}
+
+#[test]
+fn every_family_answers_alike_alone_and_among_64() {
+    for family in FAMILIES {
+        let model = model(family);
+        let (want, _) = run(&model, Config { prefix_cache: false, cascade: false, ..config() }, false);
+        let (got, stats) = run(&model, config(), true);
+        let wrong = (0..64).filter(|&i| got[i] != want[i]).count();
+        assert_eq!(wrong, 0, "{family}: answers that differ");
+        assert!(stats.cached_tokens > 0 && stats.pages_used == 0, "{family}: {stats:?}");
+    }
+}
+
+#[test]
+fn guesses_are_exact_on_a_model() {
+    let model = model("llama");
+    let (want, _) = run(&model, config(), true);
+    let (got, stats) = run(&model, Config { drafts: 4, max_step_tokens: 1024, ..config() }, true);
+    assert_eq!(got, want);
+    assert!(stats.drafted_tokens > 0, "{stats:?}");
+}
+
+#[test]
+fn tiers_and_preemption_change_no_answer() {
+    let folder = std::env::temp_dir().join(format!("fir-engine-tiers-{}", std::process::id()));
+    let model = model("qwen3");
+    let (want, _) = run(&model, config(), true);
+    // A pool of 100 pages, less than half of what 64 requests want at once.
+    let probe = Engine::start(Arc::clone(&model), config()).unwrap();
+    let sizes: Vec<u64> = probe.memory().parts.iter().map(|p| p.bytes).collect();
+    let page = sizes[2] / probe.memory().pages as u64;
+    drop(probe);
+    let small = Config {
+        memory: Some(sizes[0] + sizes[1] + 100 * page),
+        host_tier: 40 * page,
+        disk_tier: Some((folder.clone(), 1 << 30)),
+        ..config()
+    };
+    let (got, stats) = run(&model, small, true);
+    assert_eq!(got, want);
+    assert_eq!(stats.pages, 100);
+    assert!(stats.preemptions > 0 && stats.restored_tokens > 0 && stats.tier.written > 0, "{stats:?}");
+    let _ = std::fs::remove_dir_all(folder);
+}
+
+#[test]
+fn grammars_embeddings_and_a_plan_of_memory() {
+    let model = model("llama");
+    let handle = Engine::start(Arc::clone(&model), config()).unwrap();
+    let states = handle.embed(&[5, 6, 7]).unwrap();
+    assert_eq!(states.len(), model.config().hidden);
+    assert!(states.iter().all(|x| x.is_finite()) && states.iter().any(|x| *x != 0.0));
+    let plan = handle.memory().to_string();
+    assert!(plan.contains("KV pages") && plan.contains("pages of 4 tokens"), "{plan}");
+    let total: u64 = handle.memory().parts.iter().map(|p| p.bytes).sum();
+    assert!(total <= 64 << 20, "{total} bytes");
+    let tiny = Engine::start(Arc::clone(&model), Config { memory: Some(1000), ..config() }).unwrap_err().to_string();
+    assert!(tiny.contains("memory is 1000 bytes, expected"), "{tiny}");
+    let sampling = Sampling { grammar: Some(Grammar::Regex("(".into())), ..Sampling::default() };
+    let bad = Request { prompt: vec![5], sampling, n: 1, priority: 0, deadline: None, salt: 0 };
+    assert!(handle.submit(bad, |_| true).unwrap_err().to_string().starts_with("`grammar`: "));
+    assert!(handle.drain(std::time::Duration::from_secs(1)));
+}
