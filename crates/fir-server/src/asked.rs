@@ -1,9 +1,12 @@
 //! A body, read the same way by every endpoint: key first, then type and size, then JSON.
 
 use std::sync::Arc;
+use std::time::Duration;
 
+use axum::body::Body;
 use axum::extract::{FromRequest, Request};
 use axum::http::header;
+use futures_util::StreamExt;
 use serde_json::{Map, Value};
 
 use crate::error::{ApiError, Result};
@@ -42,13 +45,7 @@ impl FromRequest<Arc<State>> for Asked {
         }
         let limit = state.config.limits.body;
         let told = request.headers().get(header::CONTENT_LENGTH).and_then(|v| v.to_str().ok()?.parse::<usize>().ok());
-        if told.is_some_and(|told| told > limit) {
-            return Err(ApiError::too_large(limit));
-        }
-        let bytes = axum::body::to_bytes(request.into_body(), limit).await.map_err(|e| {
-            let large = std::error::Error::source(&e).is_some_and(|e| e.to_string().contains("length limit"));
-            if large { ApiError::too_large(limit) } else { ApiError::body(format!("the body could not be read: {e}")) }
-        })?;
+        let bytes = read(request.into_body(), limit, told).await?;
         let body: Value =
             serde_json::from_slice(&bytes).map_err(|e| ApiError::body(format!("the body is not JSON: {e}")))?;
         if !body.is_object() {
@@ -56,4 +53,24 @@ impl FromRequest<Arc<State>> for Asked {
         }
         Ok(Self { body, salt, _flight: state.metrics.enter() })
     }
+}
+
+/// A client that is still sending would not hear that it sends too much: for so long the rest is taken and dropped.
+const DISCARD: Duration = Duration::from_secs(2);
+
+/// The bytes of a body, at most `limit`; `told` is its length, if the client has said it.
+async fn read(body: Body, limit: usize, told: Option<usize>) -> Result<Vec<u8>> {
+    let mut stream = body.into_data_stream();
+    let mut bytes = Vec::with_capacity(told.unwrap_or(0).min(limit));
+    let mut large = told.is_some_and(|told| told > limit);
+    while !large && let Some(part) = stream.next().await {
+        let part = part.map_err(|e| ApiError::body(format!("the body could not be read: {e}")))?;
+        large = bytes.len() + part.len() > limit;
+        bytes.extend_from_slice(&part);
+    }
+    if !large {
+        return Ok(bytes);
+    }
+    let _ = tokio::time::timeout(DISCARD, async { while let Some(Ok(_)) = stream.next().await {} }).await;
+    Err(ApiError::too_large(limit))
 }

@@ -37,8 +37,8 @@ pub enum ToolFormat {
 impl ToolFormat {
     /// The format that a chat template teaches.
     pub fn of_template(template: &str) -> Self {
-        let llama = !template.contains("<tool_call>")
-            && (template.contains("<|python_tag|>") || template.contains("ipython"));
+        let llama =
+            !template.contains("<tool_call>") && (template.contains("<|python_tag|>") || template.contains("ipython"));
         if llama { Self::Llama3 } else { Self::Hermes }
     }
 }
@@ -65,6 +65,11 @@ pub trait Backend: Send + Sync + 'static {
     /// The bytes a token stands for; empty for ids that are no token.
     fn token_bytes(&self, id: u32) -> Vec<u8>;
     /// A conversation as the model's prompt.
-    fn render(&self, messages: &Value, tools: Option<&Value>, reply: bool, extra: &Map<String, Value>)
-    -> Result<String>;
+    fn render(
+        &self,
+        messages: &Value,
+        tools: Option<&Value>,
+        reply: bool,
+        extra: &Map<String, Value>,
+    ) -> Result<String>;
 }

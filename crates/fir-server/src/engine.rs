@@ -73,7 +73,13 @@ impl Backend for EngineBackend {
         self.model.tokenizer().token_bytes(id).to_vec()
     }
 
-    fn render(&self, messages: &Value, tools: Option<&Value>, reply: bool, extra: &Map<String, Value>) -> Result<String> {
+    fn render(
+        &self,
+        messages: &Value,
+        tools: Option<&Value>,
+        reply: bool,
+        extra: &Map<String, Value>,
+    ) -> Result<String> {
         let Some(chat) = self.model.chat() else {
             let why = format!("{} has no chat template; use /v1/completions", self.info.id);
             return Err(Error::Request { field: "messages", why });

@@ -124,7 +124,8 @@ impl From<fir_engine::Error> for ApiError {
         match error {
             Request { field, .. } => Self::invalid(field, message),
             Busy { .. } => {
-                let mut error = Self::new(StatusCode::TOO_MANY_REQUESTS, "rate_limit_error", message).code("queue_full");
+                let mut error =
+                    Self::new(StatusCode::TOO_MANY_REQUESTS, "rate_limit_error", message).code("queue_full");
                 error.retry_after = Some(RETRY_AFTER);
                 error
             }

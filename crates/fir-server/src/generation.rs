@@ -65,8 +65,18 @@ impl Generation {
         state.metrics.begin();
         let (flight, total) = (state.metrics.enter(), Total::default());
         let aborts = Vec::with_capacity(requests.len());
-        let mut this =
-            Self { state: state.clone(), backend, events, aborts, choices, n, open, _flight: flight, total, peeked: None };
+        let mut this = Self {
+            state: state.clone(),
+            backend,
+            events,
+            aborts,
+            choices,
+            n,
+            open,
+            _flight: flight,
+            total,
+            peeked: None,
+        };
         for (i, request) in requests.into_iter().enumerate() {
             let sender = sender.clone();
             let sink = Box::new(move |event| sender.send((i, event)).is_ok());

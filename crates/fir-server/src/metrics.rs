@@ -98,13 +98,28 @@ impl Text {
         self.one(&name("requests_waiting", "num_requests_waiting"), "gauge", "Sequences that wait.", stats.waiting);
         self.one(&name("kv_usage_ratio", "kv_cache_usage_perc"), "gauge", "Share of the KV pool in use, 0 to 1.", used);
         for (own, theirs, help, value) in [
-            ("prefix_tokens_total", "prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.", stats.prompt_tokens),
+            (
+                "prefix_tokens_total",
+                "prefix_cache_queries_total",
+                "Prompt tokens looked up in the prefix cache.",
+                stats.prompt_tokens,
+            ),
             ("prefix_hit_tokens_total", "prefix_cache_hits_total", "Prompt tokens found there.", stats.cached_tokens),
             ("prompt_tokens_total", "prompt_tokens_total", "Tokens of prompts.", stats.prompt_tokens),
             ("generated_tokens_total", "generation_tokens_total", "Tokens of answers.", stats.generated_tokens),
-            ("preemptions_total", "num_preemptions_total", "Sequences that gave up their pages for others.", stats.preemptions),
+            (
+                "preemptions_total",
+                "num_preemptions_total",
+                "Sequences that gave up their pages for others.",
+                stats.preemptions,
+            ),
             ("draft_tokens_total", "spec_decode_num_draft_tokens_total", "Tokens guessed.", stats.drafted_tokens),
-            ("draft_accepted_tokens_total", "spec_decode_num_accepted_tokens_total", "Tokens guessed right.", stats.accepted_tokens),
+            (
+                "draft_accepted_tokens_total",
+                "spec_decode_num_accepted_tokens_total",
+                "Tokens guessed right.",
+                stats.accepted_tokens,
+            ),
         ] {
             self.one(&name(own, theirs), "counter", help, value);
         }
@@ -122,8 +137,18 @@ impl Text {
         }
         for (own, theirs, help, histogram) in [
             ("queue_seconds", "request_queue_time_seconds", "From submission to the first step.", &stats.queue_time),
-            ("first_token_seconds", "time_to_first_token_seconds", "From submission to the first token.", &stats.first_token),
-            ("between_tokens_seconds", "inter_token_latency_seconds", "From a token to the next.", &stats.between_tokens),
+            (
+                "first_token_seconds",
+                "time_to_first_token_seconds",
+                "From submission to the first token.",
+                &stats.first_token,
+            ),
+            (
+                "between_tokens_seconds",
+                "inter_token_latency_seconds",
+                "From a token to the next.",
+                &stats.between_tokens,
+            ),
             ("request_seconds", "e2e_request_latency_seconds", "From submission to the end.", &stats.whole),
         ] {
             self.histogram(&name(own, theirs), help, histogram);

@@ -86,7 +86,8 @@ fn document() -> Value {
     settings.meta_schema = None;
     let types = &mut SchemaGenerator::new(settings);
     let common = schema::<Common>(types);
-    let chat_body = merged(vec![common.clone(), schema::<chat::ChatRequest>(types), schema::<chat::Ignored>(types)], &chat::FIELDS);
+    let chat_body =
+        merged(vec![common.clone(), schema::<chat::ChatRequest>(types), schema::<chat::Ignored>(types)], &chat::FIELDS);
     let text_body = merged(vec![common.clone(), schema::<completions::CompletionRequest>(types)], &completions::FIELDS);
     let response_body = merged(
         vec![common, schema::<responses::ResponseRequest>(types), schema::<responses::Ignored>(types)],
@@ -179,6 +180,9 @@ mod tests {
             assert_eq!(told.len(), fields.len(), "{path}");
             assert!(told.keys().all(|name| fields.contains_key(name)), "{path}");
         }
-        assert_eq!(document["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]["required"], json!(["messages"]));
+        assert_eq!(
+            document["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]["required"],
+            json!(["messages"])
+        );
     }
 }

@@ -122,7 +122,11 @@ pub(crate) fn fields<T: JsonSchema>() -> serde_json::Map<String, Value> {
 pub(crate) fn part<T: serde::de::DeserializeOwned>(body: &Value) -> Result<T> {
     serde_path_to_error::deserialize(body).map_err(|e| {
         let path = e.path().to_string();
-        ApiError::invalid(path.clone(), format!("`{path}`: {}", e.into_inner()))
+        match path.as_str() {
+            // Of the body itself: a field is missing.
+            "." => ApiError::body(e.into_inner().to_string()),
+            _ => ApiError::invalid(path.clone(), format!("`{path}`: {}", e.into_inner())),
+        }
     })
 }
 
@@ -187,7 +191,9 @@ impl Common {
             seed: self.seed.map(i64::cast_unsigned),
             min_tokens: within("min_tokens", self.min_tokens.unwrap_or(0), 0, model.context)?,
             stop: self.stop(limits)?,
-            stop_ids: self.tokens("stop_token_ids", &self.stop_token_ids, limits.logit_bias, model)?.unwrap_or_default(),
+            stop_ids: self
+                .tokens("stop_token_ids", &self.stop_token_ids, limits.logit_bias, model)?
+                .unwrap_or_default(),
             ignore_eos: self.ignore_eos.unwrap_or(false),
             grammar: self.structured_outputs.as_ref().map(|s| s.grammar(limits)).transpose()?.flatten(),
             ..Sampling::default()
@@ -204,8 +210,16 @@ impl Common {
         no("stream_options", self.stream_options.is_some() && !streams, "only goes with `stream`: true")?;
         let obfuscate = self.stream_options.as_ref().is_some_and(|o| o.include_obfuscation == Some(true));
         no("stream_options.include_obfuscation", obfuscate, "is not offered")?;
-        no("skip_special_tokens", self.skip_special_tokens == Some(false), "special tokens are never part of the text")?;
-        no("include_stop_str_in_output", self.include_stop_str_in_output == Some(true), "a stop text is never part of the text")?;
+        no(
+            "skip_special_tokens",
+            self.skip_special_tokens == Some(false),
+            "special tokens are never part of the text",
+        )?;
+        no(
+            "include_stop_str_in_output",
+            self.include_stop_str_in_output == Some(true),
+            "a stop text is never part of the text",
+        )?;
         no("prompt_logprobs", self.prompt_logprobs.is_some(), "is not offered")?;
         no("bad_words", self.bad_words.as_ref().is_some_and(|b| !b.is_empty()), "is not offered; use `logit_bias`")
     }
@@ -233,7 +247,8 @@ impl Common {
     fn bias(&self, model: &ModelInfo, limits: &Limits) -> Result<Vec<(u32, f32)>> {
         let Some(bias) = &self.logit_bias else { return Ok(Vec::new()) };
         if bias.len() > limits.logit_bias {
-            let message = format!("`logit_bias` has {} entries, but at most {} are taken", bias.len(), limits.logit_bias);
+            let message =
+                format!("`logit_bias` has {} entries, but at most {} are taken", bias.len(), limits.logit_bias);
             return Err(ApiError::invalid("logit_bias", message));
         }
         let entry = |(key, &value): (&String, &f32)| {
@@ -288,7 +303,10 @@ impl StructuredOutputs {
             Self { grammar: Some(text), .. } => Some(Grammar::Lark(sized("grammar", text)?)),
             Self { choice: Some(texts), .. } => {
                 if texts.is_empty() || texts.iter().any(String::is_empty) {
-                    return Err(ApiError::invalid("structured_outputs.choice", format!("`{param}.choice` needs texts that are not empty")));
+                    return Err(ApiError::invalid(
+                        "structured_outputs.choice",
+                        format!("`{param}.choice` needs texts that are not empty"),
+                    ));
                 }
                 sized("choice", &texts.concat())?;
                 Some(Grammar::Choice(texts.clone()))

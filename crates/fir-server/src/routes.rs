@@ -71,6 +71,7 @@ async fn document() -> Response {
 
 /// The chat page: one file, which loads nothing else and talks to this server alone.
 async fn page() -> Response {
-    const POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:";
+    const POLICY: &str =
+        "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:";
     ([(header::CONTENT_SECURITY_POLICY, POLICY)], Html(include_str!("page.html"))).into_response()
 }

@@ -31,13 +31,16 @@ pub(crate) fn run(live: bool) -> Result<()> {
         fs::write(Path::new(VENV).join("ready"), PACKAGES)?;
     }
     let python = format!("{VENV}/bin/python");
-    let pytest = |file: &str| program(&python, &format!("-m pytest -q -p no:cacheprovider crates/fir-server/tests/{file}"));
+    let pytest =
+        |file: &str| program(&python, &format!("-m pytest -q -p no:cacheprovider crates/fir-server/tests/{file}"));
     cargo("build --quiet --profile test --workspace --all-features --examples").run()?;
     {
         let (_running, url) = double()?;
         pytest("contract.py").env("FIR_URL", &url).run()?;
         let checks = "--checks not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance,negative_data_rejection,unsupported_method";
-        let fuzz = format!("run {url}/openapi.json {checks} --max-examples 30 --seed 1 --phases examples,coverage,fuzzing --workers 2");
+        let fuzz = format!(
+            "run {url}/openapi.json {checks} --max-examples 30 --seed 1 --phases examples,coverage,fuzzing --workers 2"
+        );
         program(&format!("{VENV}/bin/schemathesis"), &fuzz).run()?;
     }
     if live {
@@ -51,7 +54,8 @@ pub(crate) fn run(live: bool) -> Result<()> {
 fn double() -> Result<(Running, String)> {
     let target = std::env::var("CARGO_TARGET_DIR").unwrap_or_else(|_| "target".into());
     let binary = format!("{target}/debug/examples/double");
-    let mut child = Command::new(&binary).arg("127.0.0.1:0").stdout(Stdio::piped()).spawn().with_context(|| binary.clone())?;
+    let mut child =
+        Command::new(&binary).arg("127.0.0.1:0").stdout(Stdio::piped()).spawn().with_context(|| binary.clone())?;
     let stdout = child.stdout.take().context("a piped stdout")?;
     let running = Running(child);
     let mut line = String::new();

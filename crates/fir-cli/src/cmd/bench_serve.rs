@@ -93,7 +93,8 @@ async fn load(options: &Options, arrivals: &[Arrival]) -> Result<(Vec<Outcome>, 
     for (i, arrival) in arrivals.iter().enumerate() {
         // Every prompt begins at another word, or all but the first would be found in the prefix cache.
         let from = arrivals::mix(options.seed, i as u64) as usize;
-        let prompt: Vec<&Value> = (0..arrival.input).map(|t| &words[(from + t * (1 + from % 7)) % words.len()]).collect();
+        let prompt: Vec<&Value> =
+            (0..arrival.input).map(|t| &words[(from + t * (1 + from % 7)) % words.len()]).collect();
         let body = json!({
             "model": model, "prompt": prompt, "max_tokens": arrival.output, "min_tokens": arrival.output,
             "ignore_eos": true, "temperature": 0, "stream": true, "stream_options": {"include_usage": true},

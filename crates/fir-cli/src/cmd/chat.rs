@@ -42,7 +42,8 @@ pub(crate) struct Options {
     config: Option<PathBuf>,
 }
 
-const HELP: &str = "/reset begins anew, /system TEXT sets what the model is told, /exit or Ctrl-D ends; Ctrl-C stops an answer";
+const HELP: &str =
+    "/reset begins anew, /system TEXT sets what the model is told, /exit or Ctrl-D ends; Ctrl-C stops an answer";
 
 pub(crate) fn run(options: &Options, out: &mut impl Write) -> Result<bool> {
     let flags = Settings { model: options.model.clone(), ..Settings::default() };
@@ -107,7 +108,13 @@ struct Chat<'a> {
 
 impl Chat<'_> {
     /// Streams the answer to `line`, and takes both into the conversation.
-    fn answer(&mut self, backend: &dyn Backend, line: &str, stopped: &AtomicBool, out: &mut impl Write) -> Result<String> {
+    fn answer(
+        &mut self,
+        backend: &dyn Backend,
+        line: &str,
+        stopped: &AtomicBool,
+        out: &mut impl Write,
+    ) -> Result<String> {
         let user = json!({"role": "user", "content": line});
         let system = self.system.as_ref().map(|s| json!({"role": "system", "content": s}));
         let all: Vec<Value> = system.into_iter().chain(self.messages.iter().cloned()).chain([user.clone()]).collect();

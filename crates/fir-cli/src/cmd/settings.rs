@@ -197,7 +197,10 @@ mod tests {
         let flags = Settings { port: Some(2), ..Settings::default() };
         let resolved = resolve(&flags, Some(&path), &defaults).unwrap();
         let s = &resolved.settings;
-        assert_eq!((s.port, s.host.as_deref(), s.drain, s.memory), (Some(2), Some("h"), Some(30.0), Some(Size(2 << 30))));
+        assert_eq!(
+            (s.port, s.host.as_deref(), s.drain, s.memory),
+            (Some(2), Some("h"), Some(30.0), Some(Size(2 << 30)))
+        );
         let text = resolved.print();
         assert!(text.contains("port = 2 ") && text.contains("# command line"), "{text}");
         assert!(text.contains("drain = 30.0") && text.contains("# default") && !text.contains("secret"), "{text}");

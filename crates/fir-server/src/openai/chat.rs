@@ -280,7 +280,11 @@ impl ChatRequest {
             ("chat_template", self.chat_template.is_some(), "cannot be set by a request"),
             ("audio", self.audio.is_some(), "is not offered"),
             ("web_search_options", self.web_search_options.is_some(), "is not offered"),
-            ("modalities", self.modalities.as_ref().is_some_and(|m| m.iter().any(|m| m != "text")), "only text is offered"),
+            (
+                "modalities",
+                self.modalities.as_ref().is_some_and(|m| m.iter().any(|m| m != "text")),
+                "only text is offered",
+            ),
         ] {
             if given {
                 return Err(ApiError::invalid(param, format!("`{param}`: {why}")));
@@ -345,7 +349,9 @@ fn messages(from: Vec<ChatMessage>) -> Result<Vec<Value>> {
                     let param = format!("messages[{i}].tool_calls[{j}].function.arguments");
                     ApiError::invalid(param.clone(), format!("`{param}` is not a JSON object: {e}"))
                 })?;
-                list.push(json!({"id": call.id, "type": "function", "function": {"name": name, "arguments": arguments}}));
+                list.push(
+                    json!({"id": call.id, "type": "function", "function": {"name": name, "arguments": arguments}}),
+                );
             }
             value["tool_calls"] = Value::Array(list);
         }
@@ -383,7 +389,13 @@ impl Head {
 async fn collect(mut generation: Generation, head: Head, choices: usize) -> Result<Response> {
     let empty = |index| ChatChoice {
         index,
-        message: Message { role: "assistant", content: None, refusal: None, reasoning_content: None, tool_calls: vec![] },
+        message: Message {
+            role: "assistant",
+            content: None,
+            refusal: None,
+            reasoning_content: None,
+            tool_calls: vec![],
+        },
         logprobs: head.logprobs.then(ChatLogprobs::default),
         finish_reason: FinishReason::Stop,
     };
@@ -504,7 +516,10 @@ impl Encode for ChatStream {
                 }
             }
             Step::Update(Update::Token { choice, pieces, logprobs }) => {
-                let content = |of| ChatLogprobs { content: vec![ChatLogprob::new(self.head.backend.as_ref(), of)], refusal: None };
+                let content = |of| ChatLogprobs {
+                    content: vec![ChatLogprob::new(self.head.backend.as_ref(), of)],
+                    refusal: None,
+                };
                 let mut logprobs = logprobs.as_ref().filter(|_| self.head.logprobs).map(content);
                 self.pieces(choice, pieces, &mut logprobs, out);
                 if logprobs.is_some() {
@@ -520,7 +535,11 @@ impl Encode for ChatStream {
                     false if self.calls[index] > 0 => FinishReason::ToolCalls,
                     false => FinishReason::Stop,
                 });
-                self.chunk(vec![ChunkChoice { index, delta: Delta::default(), logprobs: None, finish_reason }], None, out);
+                self.chunk(
+                    vec![ChunkChoice { index, delta: Delta::default(), logprobs: None, finish_reason }],
+                    None,
+                    out,
+                );
             }
             Step::End(total) => {
                 if self.usage {

@@ -12,9 +12,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value};
 
 use super::conversation::{blocking, engine_request, served};
-use super::types::{
-    ChatLogprob, Completion, CompletionChoice, CompletionLogprobs, FINGERPRINT, FinishReason, Usage,
-};
+use super::types::{ChatLogprob, Completion, CompletionChoice, CompletionLogprobs, FINGERPRINT, FinishReason, Usage};
 use crate::asked::Asked;
 use crate::backend::Backend;
 use crate::error::{ApiError, Result};
@@ -92,9 +90,7 @@ impl Prompt {
     pub(crate) fn tokens(self, param: &str, backend: &dyn Backend, special: bool) -> Result<Vec<Vec<u32>>> {
         let lists = match self {
             Self::Text(text) => vec![backend.encode(&text, special)?],
-            Self::Texts(texts) => {
-                texts.iter().map(|t| Ok(backend.encode(t, special)?)).collect::<Result<Vec<_>>>()?
-            }
+            Self::Texts(texts) => texts.iter().map(|t| Ok(backend.encode(t, special)?)).collect::<Result<Vec<_>>>()?,
             Self::Tokens(tokens) => vec![tokens],
             Self::Lists(lists) => lists,
         };
@@ -129,8 +125,11 @@ impl CompletionRequest {
         }
         let prompts = self.prompt.tokens("prompt", backend, self.add_special_tokens != Some(false))?;
         if prompts.is_empty() || prompts.len().saturating_mul(n) > limits.n {
-            let message =
-                format!("`prompt` has {} prompts of {n} answers, but from 1 to {} answers are made", prompts.len(), limits.n);
+            let message = format!(
+                "`prompt` has {} prompts of {n} answers, but from 1 to {} answers are made",
+                prompts.len(),
+                limits.n
+            );
             return Err(ApiError::invalid("prompt", message));
         }
         let (mut requests, mut begin) = (Vec::new(), Vec::new());

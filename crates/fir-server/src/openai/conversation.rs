@@ -100,7 +100,10 @@ impl Conversation {
             let last = last.as_deref().map(str::trim_end).filter(|l| !l.is_empty());
             let end = last.and_then(|last| text.rfind(last).map(|at| at + last.len()));
             text.truncate(end.ok_or_else(|| {
-                ApiError::invalid("continue_final_message", "`continue_final_message` needs a last message with content")
+                ApiError::invalid(
+                    "continue_final_message",
+                    "`continue_final_message` needs a last message with content",
+                )
             })?);
         }
         let thinking = text.trim_end().ends_with("<think>");
@@ -141,9 +144,7 @@ impl Conversation {
         Ok(match &self.choice {
             ToolChoice::None => (Calls::None, None),
             ToolChoice::Auto if self.tools.is_empty() => (Calls::None, None),
-            ToolChoice::Auto => {
-                (Calls::Free(model.tools, self.tools.iter().map(|t| t.name.clone()).collect()), None)
-            }
+            ToolChoice::Auto => (Calls::Free(model.tools, self.tools.iter().map(|t| t.name.clone()).collect()), None),
             ToolChoice::Required if self.tools.is_empty() => {
                 return Err(missing("is `required`, but `tools` is empty".into()));
             }
@@ -170,7 +171,9 @@ impl Conversation {
         ];
         let given: Vec<&str> = given.iter().filter(|g| g.1).map(|g| g.0).collect();
         if let [first, second, ..] = given[..] {
-            let message = format!("`{first}` and `{second}` cannot both say what the answer looks like; with tools, set `tool_choice` to `none`");
+            let message = format!(
+                "`{first}` and `{second}` cannot both say what the answer looks like; with tools, set `tool_choice` to `none`"
+            );
             return Err(ApiError::invalid(first, message));
         }
         Ok(structured.or_else(|| self.format.clone()).or(forced))
@@ -319,7 +322,13 @@ mod tests {
         let schema = calls_schema(&[tool("a", a), tool("b", b)], false);
         assert_eq!(schema["maxItems"], 1);
         assert_eq!(schema["items"]["anyOf"][0]["properties"]["arguments"]["properties"]["x"]["$ref"], "#/$defs/a.P");
-        assert_eq!(schema["items"]["anyOf"][1]["properties"]["arguments"]["properties"]["x"]["items"][0]["$ref"], "#/$defs/b.P");
-        assert_eq!(schema["$defs"], json!({"a.P": {"type": "integer"}, "a.Q": {"$ref": "#/$defs/a.P"}, "b.P": {"type": "string"}}));
+        assert_eq!(
+            schema["items"]["anyOf"][1]["properties"]["arguments"]["properties"]["x"]["items"][0]["$ref"],
+            "#/$defs/b.P"
+        );
+        assert_eq!(
+            schema["$defs"],
+            json!({"a.P": {"type": "integer"}, "a.Q": {"$ref": "#/$defs/a.P"}, "b.P": {"type": "string"}})
+        );
     }
 }

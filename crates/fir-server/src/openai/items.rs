@@ -65,9 +65,7 @@ impl Open {
     fn part(&self) -> Option<Value> {
         match self.kind {
             Kind::Reasoning => Some(json!({"type": "reasoning_text", "text": self.text})),
-            Kind::Message => {
-                Some(json!({"type": "output_text", "text": self.text, "annotations": [], "logprobs": []}))
-            }
+            Kind::Message => Some(json!({"type": "output_text", "text": self.text, "annotations": [], "logprobs": []})),
             Kind::Call => None,
         }
     }

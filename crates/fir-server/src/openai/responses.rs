@@ -267,7 +267,8 @@ impl Item {
                 let name = self.name.ok_or_else(|| wrong("is a call without a name".into()))?;
                 let arguments: Map<String, Value> = serde_json::from_str(self.arguments.as_deref().unwrap_or("{}"))
                     .map_err(|e| wrong(format!("has arguments that are not a JSON object: {e}")))?;
-                let call = json!({"id": self.call_id, "type": "function", "function": {"name": name, "arguments": arguments}});
+                let call =
+                    json!({"id": self.call_id, "type": "function", "function": {"name": name, "arguments": arguments}});
                 // Calls of one answer are one message.
                 match messages.last_mut().and_then(|m| m.get_mut("tool_calls")).and_then(Value::as_array_mut) {
                     Some(calls) => calls.push(call),

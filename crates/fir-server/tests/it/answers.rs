@@ -36,14 +36,18 @@ fn a_chat_is_answered_whole() {
     );
     let seen = &live.double.seen.lock().unwrap()[0];
     assert_eq!((seen.sampling.seed, seen.sampling.temperature), (Some(7), 0.5));
-    assert_eq!((&seen.sampling.stop[..], &seen.sampling.logit_bias[..]), (&["a".to_owned(), "b".into()][..], &[(65, -3.0)][..]));
+    assert_eq!(
+        (&seen.sampling.stop[..], &seen.sampling.logit_bias[..]),
+        (&["a".to_owned(), "b".into()][..], &[(65, -3.0)][..])
+    );
     assert_eq!(seen.sampling.max_tokens, 2000 - prompt);
 }
 
 #[test]
 fn a_stream_has_the_bytes_clients_expect() {
     let live = Live::plain();
-    let answer = live.chat(&hi(r#","stream":true,"stream_options":{"include_usage":true},"max_tokens":2,"request_id":"me""#));
+    let answer =
+        live.chat(&hi(r#","stream":true,"stream_options":{"include_usage":true},"max_tokens":2,"request_id":"me""#));
     assert_eq!((answer.status, answer.header("content-type")), (200, Some("text/event-stream")));
     assert_eq!((answer.header("cache-control"), answer.header("x-accel-buffering")), (Some("no-cache"), Some("no")));
     let created = answer.events()[0]["created"].as_u64().unwrap();
@@ -53,9 +57,15 @@ fn a_stream_has_the_bytes_clients_expect() {
     );
     let usage = r#"{"prompt_tokens":20,"completion_tokens":2,"total_tokens":22,"prompt_tokens_details":{"cached_tokens":10},"completion_tokens_details":{"reasoning_tokens":0}}"#;
     let want = [
-        format!(r#"{head}[{{"index":0,"delta":{{"role":"assistant","content":""}},"logprobs":null,"finish_reason":null}}],"usage":null}}"#),
-        format!(r#"{head}[{{"index":0,"delta":{{"content":"Hel"}},"logprobs":null,"finish_reason":null}}],"usage":null}}"#),
-        format!(r#"{head}[{{"index":0,"delta":{{"content":"lo,"}},"logprobs":null,"finish_reason":null}}],"usage":null}}"#),
+        format!(
+            r#"{head}[{{"index":0,"delta":{{"role":"assistant","content":""}},"logprobs":null,"finish_reason":null}}],"usage":null}}"#
+        ),
+        format!(
+            r#"{head}[{{"index":0,"delta":{{"content":"Hel"}},"logprobs":null,"finish_reason":null}}],"usage":null}}"#
+        ),
+        format!(
+            r#"{head}[{{"index":0,"delta":{{"content":"lo,"}},"logprobs":null,"finish_reason":null}}],"usage":null}}"#
+        ),
         format!(r#"{head}[{{"index":0,"delta":{{}},"logprobs":null,"finish_reason":"length"}}],"usage":null}}"#),
         format!(r#"{head}[],"usage":{usage}}}"#),
         "[DONE]".into(),
@@ -96,8 +106,10 @@ fn log_probabilities_are_told_for_every_token() {
     ]);
     assert_eq!(live.chat(&hi(more)).json()["choices"][0]["logprobs"]["content"], want);
     let events = live.chat(&hi(&format!("{more},\"stream\":true"))).events();
-    let told: Vec<Value> =
-        events.iter().flat_map(|e| e["choices"][0]["logprobs"]["content"].as_array().cloned().unwrap_or_default()).collect();
+    let told: Vec<Value> = events
+        .iter()
+        .flat_map(|e| e["choices"][0]["logprobs"]["content"].as_array().cloned().unwrap_or_default())
+        .collect();
     assert_eq!(Value::Array(told), want);
     let body = live.post("/v1/completions", r#"{"prompt":"x","logprobs":1,"max_tokens":2}"#).json();
     assert_eq!(
@@ -120,7 +132,10 @@ fn completions_take_texts_and_tokens() {
         }
     }
     assert_eq!(live.double.seen.lock().unwrap().last().unwrap().prompt, [99]);
-    let answer = live.post("/v1/completions", r#"{"prompt":"ab","echo":true,"stream":true,"max_tokens":1,"stream_options":{"include_usage":true}}"#);
+    let answer = live.post(
+        "/v1/completions",
+        r#"{"prompt":"ab","echo":true,"stream":true,"max_tokens":1,"stream_options":{"include_usage":true}}"#,
+    );
     let events = answer.events();
     let texts: Vec<&str> = events.iter().filter_map(|e| e["choices"][0]["text"].as_str()).collect();
     assert_eq!(texts, ["ab", "Hel", ""]);
@@ -144,7 +159,10 @@ fn tool_calls_and_thoughts_are_taken_out_of_the_text() {
     assert_eq!(choice["finish_reason"], "tool_calls");
     assert!(body["usage"]["completion_tokens_details"]["reasoning_tokens"].as_u64().unwrap() > 0);
     let calls = message["tool_calls"].as_array().unwrap();
-    let told: Vec<_> = calls.iter().map(|c| (c["type"].as_str(), c["function"]["name"].as_str(), c["function"]["arguments"].as_str())).collect();
+    let told: Vec<_> = calls
+        .iter()
+        .map(|c| (c["type"].as_str(), c["function"]["name"].as_str(), c["function"]["arguments"].as_str()))
+        .collect();
     assert_eq!(told, [(Some("function"), Some("f"), Some("{\"x\": 1}")), (Some("function"), Some("g"), Some("{}"))]);
     assert_ne!(calls[0]["id"], calls[1]["id"]);
 
@@ -152,7 +170,10 @@ fn tool_calls_and_thoughts_are_taken_out_of_the_text() {
     let deltas: Vec<&Value> = events.iter().map(|e| &e["choices"][0]["delta"]).collect();
     let calls: Vec<&Value> = deltas.iter().filter_map(|d| d["tool_calls"].get(0)).collect();
     assert_eq!(calls.len(), 4);
-    assert_eq!((&calls[0]["index"], &calls[0]["type"], &calls[0]["function"]["name"]), (&json!(0), &json!("function"), &json!("f")));
+    assert_eq!(
+        (&calls[0]["index"], &calls[0]["type"], &calls[0]["function"]["name"]),
+        (&json!(0), &json!("function"), &json!("f"))
+    );
     assert_eq!(calls[1], &json!({"index": 0, "function": {"arguments": "{\"x\": 1}"}}));
     assert_eq!((&calls[2]["index"], &calls[2]["function"]["name"]), (&json!(1), &json!("g")));
     let thoughts: String = deltas.iter().filter_map(|d| d["reasoning_content"].as_str()).collect();
@@ -190,7 +211,10 @@ fn llama_writes_calls_as_json() {
     let answer = |_: &Request, _: usize| r#"{"name": "f", "parameters": {"x": 2}}"#.into();
     let live = Live::new(Script { answer, tools: ToolFormat::Llama3, ..Script::default() }, Config::default());
     let body = live.chat(&hi(TOOLS)).json();
-    assert_eq!(body["choices"][0]["message"]["tool_calls"][0]["function"], json!({"name": "f", "arguments": "{\"x\": 2}"}));
+    assert_eq!(
+        body["choices"][0]["message"]["tool_calls"][0]["function"],
+        json!({"name": "f", "arguments": "{\"x\": 2}"})
+    );
 }
 
 #[test]
@@ -199,7 +223,10 @@ fn what_the_answer_must_look_like_reaches_the_engine() {
     for (more, want) in [
         (r#","response_format":{"type":"text"}"#, "None"),
         (r#","response_format":{"type":"json_object"}"#, "Some(Json)"),
-        (r#","response_format":{"type":"json_schema","json_schema":{"name":"n","strict":true,"schema":{"type":"object"}}}"#, r#"Some(JsonSchema("{\"type\":\"object\"}"))"#),
+        (
+            r#","response_format":{"type":"json_schema","json_schema":{"name":"n","strict":true,"schema":{"type":"object"}}}"#,
+            r#"Some(JsonSchema("{\"type\":\"object\"}"))"#,
+        ),
         (r#","structured_outputs":{"regex":"a+"}"#, r#"Some(Regex("a+"))"#),
         (r#","structured_outputs":{"choice":["a","b"]}"#, r#"Some(Choice(["a", "b"]))"#),
         (r#","structured_outputs":{"grammar":"start: \"a\""}"#, r#"Some(Lark("start: \"a\""))"#),
@@ -225,7 +252,10 @@ fn responses_are_items() {
     assert!(body["usage"]["output_tokens_details"]["reasoning_tokens"].as_u64().unwrap() > 0);
     let prompt: Vec<u8> = live.double.seen.lock().unwrap()[0].prompt.iter().map(|&b| b as u8).collect();
     let prompt = String::from_utf8(prompt).unwrap();
-    assert!(prompt.starts_with("[system]Be brief.\n[user]Hi\n[assistant]{[") && prompt.contains("[tool]42\n"), "{prompt}");
+    assert!(
+        prompt.starts_with("[system]Be brief.\n[user]Hi\n[assistant]{[") && prompt.contains("[tool]42\n"),
+        "{prompt}"
+    );
 
     let streamed = live.post("/v1/responses", r#"{"input":"Hi","stream":true,"max_output_tokens":100}"#);
     let mut kinds = Vec::new();
@@ -238,10 +268,16 @@ fn responses_are_items() {
         }
     }
     assert_eq!(kinds[..3], ["response.created", "response.in_progress", "response.output_item.added"]);
-    assert!(kinds.contains(&"response.reasoning_text.delta") && kinds.contains(&"response.output_text.done"), "{kinds:?}");
+    assert!(
+        kinds.contains(&"response.reasoning_text.delta") && kinds.contains(&"response.output_text.done"),
+        "{kinds:?}"
+    );
     assert_eq!(kinds.last(), Some(&"response.completed"));
     let cut = live.post("/v1/responses", r#"{"input":"Hi","max_output_tokens":1}"#).json();
-    assert_eq!((&cut["status"], &cut["incomplete_details"]["reason"]), (&json!("incomplete"), &json!("max_output_tokens")));
+    assert_eq!(
+        (&cut["status"], &cut["incomplete_details"]["reason"]),
+        (&json!("incomplete"), &json!("max_output_tokens"))
+    );
 }
 
 #[test]
@@ -266,7 +302,10 @@ fn messages_become_a_prompt() {
 fn the_other_endpoints_answer() {
     let live = Live::plain();
     let models = live.get("/v1/models").json();
-    assert_eq!((&models["object"], &models["data"][0]["id"], &models["data"][0]["object"]), (&json!("list"), &json!("double"), &json!("model")));
+    assert_eq!(
+        (&models["object"], &models["data"][0]["id"], &models["data"][0]["object"]),
+        (&json!("list"), &json!("double"), &json!("model"))
+    );
     assert_eq!(live.get("/v1/models/double").json()["max_model_len"], 2000);
     let tokens = live.post("/tokenize", r#"{"prompt":"ab","return_token_strs":true}"#).json();
     assert_eq!(tokens, json!({"count": 2, "max_model_len": 2000, "tokens": [97, 98], "token_strs": ["a", "b"]}));

@@ -6,22 +6,22 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use fir_engine::{Error, Event, Finish, Logprob, Request, Result, TokenLogprobs, Usage};
 use fir_engine::stats::Stats;
+use fir_engine::{Error, Event, Finish, Logprob, Request, Result, TokenLogprobs, Usage};
 use fir_server::{Abort, Backend, ModelInfo, Sink, ToolFormat};
 use serde_json::{Map, Value};
 
 /// What the double does with requests.
-pub struct Script {
+pub(crate) struct Script {
     /// The text of a choice.
-    pub answer: fn(&Request, usize) -> String,
+    pub(crate) answer: fn(&Request, usize) -> String,
     /// Time of a step, in which every running request gets a token.
-    pub pace: Duration,
+    pub(crate) pace: Duration,
     /// Requests that run at the same time.
-    pub slots: usize,
+    pub(crate) slots: usize,
     /// Requests that may wait.
-    pub queue: usize,
-    pub tools: ToolFormat,
+    pub(crate) queue: usize,
+    pub(crate) tools: ToolFormat,
 }
 
 impl Default for Script {
@@ -51,24 +51,24 @@ struct Shared {
     aborted: HashSet<u64>,
 }
 
-pub struct Double {
+pub(crate) struct Double {
     info: ModelInfo,
     script: Script,
     shared: Arc<Mutex<Shared>>,
     /// Requests as they came.
-    pub seen: Mutex<Vec<Request>>,
+    pub(crate) seen: Mutex<Vec<Request>>,
     next: AtomicUsize,
     stop: AtomicBool,
     /// The engine has "crashed".
-    pub dead: AtomicBool,
+    pub(crate) dead: AtomicBool,
     /// Requests ended by an abort.
-    pub aborts: AtomicUsize,
+    pub(crate) aborts: AtomicUsize,
     /// Steps in which anything ran.
-    pub steps: AtomicUsize,
+    pub(crate) steps: AtomicUsize,
 }
 
 impl Double {
-    pub fn start(script: Script) -> Arc<Self> {
+    pub(crate) fn start(script: Script) -> Arc<Self> {
         let info = ModelInfo { id: "double".into(), context: 2000, vocab: 256, tools: script.tools };
         let this = Arc::new(Self {
             info,
@@ -92,7 +92,7 @@ impl Double {
     }
 
     /// Requests that wait and run.
-    pub fn load(&self) -> (usize, usize) {
+    pub(crate) fn load(&self) -> (usize, usize) {
         let shared = self.shared.lock().unwrap();
         (shared.queue.len(), shared.running.len())
     }
@@ -255,7 +255,13 @@ impl Backend for Double {
         vec![id as u8]
     }
 
-    fn render(&self, messages: &Value, tools: Option<&Value>, reply: bool, extra: &Map<String, Value>) -> Result<String> {
+    fn render(
+        &self,
+        messages: &Value,
+        tools: Option<&Value>,
+        reply: bool,
+        extra: &Map<String, Value>,
+    ) -> Result<String> {
         let mut text = String::new();
         for message in messages.as_array().into_iter().flatten() {
             text += &format!("[{}]{}", message["role"].as_str().unwrap(), message["content"].as_str().unwrap());

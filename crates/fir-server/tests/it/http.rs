@@ -13,15 +13,15 @@ use tokio::sync::oneshot;
 
 use crate::double::{Double, Script};
 
-pub struct Live {
-    pub address: SocketAddr,
-    pub double: Arc<Double>,
+pub(crate) struct Live {
+    pub(crate) address: SocketAddr,
+    pub(crate) double: Arc<Double>,
     stop: Option<oneshot::Sender<()>>,
     thread: Option<JoinHandle<fir_engine::Result<()>>>,
 }
 
 impl Live {
-    pub fn new(script: Script, config: Config) -> Self {
+    pub(crate) fn new(script: Script, config: Config) -> Self {
         let double = Double::start(script);
         let (stop, stopped) = oneshot::channel::<()>();
         let (tell, told) = std::sync::mpsc::channel();
@@ -40,47 +40,49 @@ impl Live {
         Self { address: told.recv().unwrap(), double, stop: Some(stop), thread: Some(thread) }
     }
 
-    pub fn plain() -> Self {
+    pub(crate) fn plain() -> Self {
         Self::new(Script::default(), Config::default())
     }
 
     /// As a signal does.
-    pub fn signal(&mut self) {
+    pub(crate) fn signal(&mut self) {
         let _ = self.stop.take().map(|s| s.send(()));
     }
 
     /// What `run` returned.
-    pub fn join(&mut self) -> fir_engine::Result<()> {
+    pub(crate) fn join(&mut self) -> fir_engine::Result<()> {
         self.thread.take().unwrap().join().unwrap()
     }
 
-    pub fn send(&self, method: &str, path: &str, headers: &str, body: &str) -> TcpStream {
+    pub(crate) fn send(&self, method: &str, path: &str, headers: &str, body: &str) -> TcpStream {
         let mut stream = TcpStream::connect(self.address).unwrap();
         stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
         let length = body.len();
-        let head = format!("{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {length}\r\n{headers}\r\n");
+        let head = format!(
+            "{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {length}\r\n{headers}\r\n"
+        );
         stream.write_all((head + body).as_bytes()).unwrap();
         stream
     }
 
-    pub fn ask(&self, method: &str, path: &str, headers: &str, body: &str) -> Answer {
+    pub(crate) fn ask(&self, method: &str, path: &str, headers: &str, body: &str) -> Answer {
         Answer::read(self.send(method, path, headers, body))
     }
 
-    pub fn get(&self, path: &str) -> Answer {
+    pub(crate) fn get(&self, path: &str) -> Answer {
         self.ask("GET", path, "", "")
     }
 
-    pub fn post(&self, path: &str, body: &str) -> Answer {
+    pub(crate) fn post(&self, path: &str, body: &str) -> Answer {
         self.ask("POST", path, "Content-Type: application/json\r\n", body)
     }
 
-    pub fn chat(&self, body: &str) -> Answer {
+    pub(crate) fn chat(&self, body: &str) -> Answer {
         self.post("/v1/chat/completions", body)
     }
 
     /// Waits until `what` holds.
-    pub fn wait(&self, what: impl Fn(&Double) -> bool) {
+    pub(crate) fn wait(&self, what: impl Fn(&Double) -> bool) {
         let end = Instant::now() + Duration::from_secs(10);
         while !what(&self.double) {
             assert!(Instant::now() < end, "load {:?}, aborts {:?}", self.double.load(), self.double.aborts);
@@ -88,7 +90,7 @@ impl Live {
         }
     }
 
-    pub fn aborts(&self) -> usize {
+    pub(crate) fn aborts(&self) -> usize {
         self.double.aborts.load(Ordering::SeqCst)
     }
 }
@@ -103,14 +105,14 @@ impl Drop for Live {
 }
 
 #[derive(Debug)]
-pub struct Answer {
-    pub status: u16,
-    pub head: String,
-    pub body: String,
+pub(crate) struct Answer {
+    pub(crate) status: u16,
+    pub(crate) head: String,
+    pub(crate) body: String,
 }
 
 impl Answer {
-    pub fn read(mut stream: TcpStream) -> Self {
+    pub(crate) fn read(mut stream: TcpStream) -> Self {
         let mut bytes = Vec::new();
         stream.read_to_end(&mut bytes).unwrap();
         let text = String::from_utf8(bytes).unwrap();
@@ -121,16 +123,16 @@ impl Answer {
         Self { status, head: head.to_owned(), body }
     }
 
-    pub fn json(&self) -> Value {
+    pub(crate) fn json(&self) -> Value {
         serde_json::from_str(&self.body).unwrap_or_else(|e| panic!("{e}: {self:?}"))
     }
 
-    pub fn header(&self, name: &str) -> Option<&str> {
+    pub(crate) fn header(&self, name: &str) -> Option<&str> {
         self.head.lines().filter_map(|l| l.split_once(": ")).find(|(n, _)| n.eq_ignore_ascii_case(name)).map(|p| p.1)
     }
 
     /// The data of every event, the last of which must be `[DONE]`.
-    pub fn events(&self) -> Vec<Value> {
+    pub(crate) fn events(&self) -> Vec<Value> {
         let mut data: Vec<&str> = self.body.split("\n\n").filter_map(|e| e.strip_prefix("data: ")).collect();
         assert_eq!(data.pop(), Some("[DONE]"), "{}", self.body);
         data.iter().map(|d| serde_json::from_str(d).unwrap()).collect()
@@ -138,7 +140,7 @@ impl Answer {
 
     /// That it is an error of OpenAI's form.
     #[track_caller]
-    pub fn refused(&self, status: u16, param: Option<&str>, message: &str) {
+    pub(crate) fn refused(&self, status: u16, param: Option<&str>, message: &str) {
         assert_eq!(self.status, status, "{self:?}");
         let error = &self.json()["error"];
         assert_eq!(error["param"].as_str(), param, "{error}");

@@ -56,7 +56,8 @@ fn a_storm_of_clients_that_leave_leaves_nothing_behind() {
         for i in 0..64 {
             let live = &live;
             scope.spawn(move || {
-                let stream = live.send("POST", CHAT, JSON, &hi(if i % 2 == 0 { r#","stream":true,"n":2"# } else { "" }));
+                let stream =
+                    live.send("POST", CHAT, JSON, &hi(if i % 2 == 0 { r#","stream":true,"n":2"# } else { "" }));
                 thread::sleep(Duration::from_millis(i * 7 % 100));
                 drop(stream);
             });
@@ -83,7 +84,10 @@ fn overload_is_answered_429_and_nobody_is_forgotten() {
     assert!(!busy.is_empty() && busy.len() < 60);
     for answer in busy {
         answer.refused(429, None, "the queue is full: 4 requests");
-        assert_eq!((answer.header("retry-after"), &answer.json()["error"]["type"]), (Some("1"), &"rate_limit_error".into()));
+        assert_eq!(
+            (answer.header("retry-after"), &answer.json()["error"]["type"]),
+            (Some("1"), &"rate_limit_error".into())
+        );
     }
     for answer in answers.iter().filter(|a| a.status != 429) {
         assert_eq!(answer.status, 200);
@@ -104,7 +108,10 @@ fn failures_have_a_status_before_the_first_token_and_an_event_after_it() {
     let answer = ask("FAIL MIDWAY", true);
     assert_eq!(answer.status, 200);
     let last = answer.body.trim_end().rsplit("\n\n").next().unwrap();
-    assert_eq!(last, r#"data: {"error":{"message":"asked to fail midway","type":"server_error","param":null,"code":null}}"#);
+    assert_eq!(
+        last,
+        r#"data: {"error":{"message":"asked to fail midway","type":"server_error","param":null,"code":null}}"#
+    );
 }
 
 #[test]
@@ -130,7 +137,8 @@ fn who_waits_too_long_is_told_so() {
 
 #[test]
 fn a_signal_lets_accepted_requests_end_and_takes_no_more() {
-    let script = Script { answer: |_, _| "abc".repeat(30), pace: Duration::from_millis(10), slots: 2, ..Script::default() };
+    let script =
+        Script { answer: |_, _| "abc".repeat(30), pace: Duration::from_millis(10), slots: 2, ..Script::default() };
     let mut live = Live::new(script, Config::default());
     let accepted: Vec<_> =
         (0..6).map(|i| live.send("POST", CHAT, JSON, &hi(if i % 2 == 0 { r#","stream":true"# } else { "" }))).collect();
@@ -153,7 +161,8 @@ fn a_signal_lets_accepted_requests_end_and_takes_no_more() {
 #[test]
 fn a_drain_ends_in_time_and_tells_who_was_cut_off() {
     let mut live = Live::new(slow(), Config { drain: Duration::from_millis(200), ..Config::default() });
-    let (whole, mut streamed) = (live.send("POST", CHAT, JSON, &hi("")), live.send("POST", CHAT, JSON, &hi(r#","stream":true"#)));
+    let (whole, mut streamed) =
+        (live.send("POST", CHAT, JSON, &hi("")), live.send("POST", CHAT, JSON, &hi(r#","stream":true"#)));
     live.wait(|d| d.load() == (1, 1));
     let begin = Instant::now();
     live.signal();

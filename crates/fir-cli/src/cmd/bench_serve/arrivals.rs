@@ -105,7 +105,11 @@ mod tests {
         let folder = std::env::temp_dir().join(format!("fir-arrivals-{}", std::process::id()));
         std::fs::create_dir_all(&folder).unwrap();
         let csv = folder.join("a.csv");
-        std::fs::write(&csv, "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 23:59:59.5,4808,10\n2023-11-17 00:00:00.5,31,8\n").unwrap();
+        std::fs::write(
+            &csv,
+            "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 23:59:59.5,4808,10\n2023-11-17 00:00:00.5,31,8\n",
+        )
+        .unwrap();
         let want = [(0.0, 500, 10), (0.5, 31, 8)];
         let want = want.map(|(at, input, output)| Arrival { at: Duration::from_secs_f64(at), input, output });
         assert_eq!(of_trace(&csv, 10, 2.0, 500, 64).unwrap(), want);

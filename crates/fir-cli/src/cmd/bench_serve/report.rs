@@ -89,7 +89,11 @@ impl Report {
     pub(crate) fn table(&self) -> String {
         let mut text = String::new();
         let Self { wall, offered, requests, peak, .. } = self;
-        let _ = writeln!(text, "{requests} requests in {wall:.1} s ({offered:.2}/s offered), at most {peak} at a time, {} failed", self.failed());
+        let _ = writeln!(
+            text,
+            "{requests} requests in {wall:.1} s ({offered:.2}/s offered), at most {peak} at a time, {} failed",
+            self.failed()
+        );
         let _ = writeln!(
             text,
             "{:.2} requests/s, {:.0} prompt tokens/s ({:.0} % cached), {:.0} generated tokens/s\n",
@@ -98,7 +102,11 @@ impl Report {
             self.cached as f64 * 100.0 / (self.prompt.max(1)) as f64,
             self.generated as f64 / wall
         );
-        let _ = writeln!(text, "{:<16}{:>10}{:>10}{:>10}{:>10}{:>10}   distribution", "ms", "mean", "p50", "p90", "p99", "max");
+        let _ = writeln!(
+            text,
+            "{:<16}{:>10}{:>10}{:>10}{:>10}{:>10}   distribution",
+            "ms", "mean", "p50", "p90", "p99", "max"
+        );
         for times in &self.times {
             let _ = write!(text, "{:<16}{:>10.2}", times.name, times.mean());
             for p in PERCENTILES {
@@ -117,7 +125,10 @@ impl Report {
         for t in &self.times {
             let name = t.name.replace(' ', "_") + "_ms";
             let [p50, p90, p99, max] = PERCENTILES.map(|p| t.percentile(p));
-            times.insert(name, json!({"count": t.ms.len(), "mean": t.mean(), "p50": p50, "p90": p90, "p99": p99, "max": max}));
+            times.insert(
+                name,
+                json!({"count": t.ms.len(), "mean": t.mean(), "p50": p50, "p90": p90, "p99": p99, "max": max}),
+            );
         }
         let each: Vec<Value> = arrivals.iter().zip(outcomes).map(|(a, o)| {
             let seconds = |d: &Duration| d.as_secs_f64();
@@ -149,11 +160,20 @@ impl Report {
         );
         for decade in low as i32..=high as i32 {
             let at = x(10f64.powi(decade));
-            let _ = writeln!(svg, "<line x1=\"{at:.1}\" y1=\"40\" x2=\"{at:.1}\" y2=\"340\" stroke=\"#dee2e6\"/><text x=\"{at:.1}\" y=\"358\" text-anchor=\"middle\">{} ms</text>", 10f64.powi(decade));
+            let _ = writeln!(
+                svg,
+                "<line x1=\"{at:.1}\" y1=\"40\" x2=\"{at:.1}\" y2=\"340\" stroke=\"#dee2e6\"/><text x=\"{at:.1}\" y=\"358\" text-anchor=\"middle\">{} ms</text>",
+                10f64.powi(decade)
+            );
         }
         for share in [0.0, 0.5, 0.9, 1.0] {
             let at = y(share);
-            let _ = writeln!(svg, "<line x1=\"60\" y1=\"{at:.1}\" x2=\"660\" y2=\"{at:.1}\" stroke=\"#dee2e6\"/><text x=\"54\" y=\"{:.1}\" text-anchor=\"end\">{:.0} %</text>", at + 4.0, share * 100.0);
+            let _ = writeln!(
+                svg,
+                "<line x1=\"60\" y1=\"{at:.1}\" x2=\"660\" y2=\"{at:.1}\" stroke=\"#dee2e6\"/><text x=\"54\" y=\"{:.1}\" text-anchor=\"end\">{:.0} %</text>",
+                at + 4.0,
+                share * 100.0
+            );
         }
         for ((times, color), i) in self.times.iter().zip(COLORS).zip(0..) {
             let count = times.ms.len();
@@ -161,8 +181,18 @@ impl Report {
             let ranks = (0..=300.min(count)).map(|i| i * count / 300.min(count).max(1)).filter(|&r| r > 0);
             let points: Vec<String> =
                 ranks.map(|r| format!("{:.1},{:.1}", x(times.ms[r - 1]), y(r as f64 / count as f64))).collect();
-            let _ = writeln!(svg, "<polyline fill=\"none\" stroke=\"{color}\" stroke-width=\"2\" points=\"{}\"/>", points.join(" "));
-            let _ = writeln!(svg, "<text x=\"{}\" y=\"24\" fill=\"{color}\">{} (p50 {:.1} ms)</text>", 60 + i * 155, times.name, times.percentile(50.0));
+            let _ = writeln!(
+                svg,
+                "<polyline fill=\"none\" stroke=\"{color}\" stroke-width=\"2\" points=\"{}\"/>",
+                points.join(" ")
+            );
+            let _ = writeln!(
+                svg,
+                "<text x=\"{}\" y=\"24\" fill=\"{color}\">{} (p50 {:.1} ms)</text>",
+                60 + i * 155,
+                times.name,
+                times.percentile(50.0)
+            );
         }
         svg + "</svg>\n"
     }
@@ -173,7 +203,15 @@ fn peak(outcomes: &[Outcome]) -> usize {
     let mut changes: Vec<(Duration, i64)> = outcomes.iter().flat_map(|o| [(o.sent, 1), (o.ended, -1)]).collect();
     changes.sort();
     let mut now = 0;
-    changes.iter().map(|c| { now += c.1; now }).max().unwrap_or(0).max(0) as usize
+    changes
+        .iter()
+        .map(|c| {
+            now += c.1;
+            now
+        })
+        .max()
+        .unwrap_or(0)
+        .max(0) as usize
 }
 
 /// How often values fall into each of 24 equal steps between the smallest and the largest.
@@ -205,14 +243,28 @@ mod tests {
     fn a_report_counts_what_came_and_what_failed() {
         let ms = Duration::from_millis;
         let arrivals = [0, 100, 200].map(|at| Arrival { at: ms(at), input: 4, output: 3 });
-        let good = Outcome { sent: ms(0), tokens: vec![ms(10), ms(15), ms(25)], ended: ms(26), prompt: 4, cached: 2, generated: 3, error: None };
+        let good = Outcome {
+            sent: ms(0),
+            tokens: vec![ms(10), ms(15), ms(25)],
+            ended: ms(26),
+            prompt: 4,
+            cached: 2,
+            generated: 3,
+            error: None,
+        };
         let late = Outcome { sent: ms(20), tokens: vec![ms(60), ms(61), ms(62)], ended: ms(63), ..good.clone() };
         let bad = Outcome { sent: ms(200), ended: ms(201), error: Some("429: full".into()), ..Outcome::default() };
         let outcomes = [good, late, bad];
         let report = Report::new(&arrivals, &outcomes, ms(1000));
         let value = report.json(&arrivals, &outcomes);
-        assert_eq!((&value["failed"], &value["peak_concurrency"], &value["generated_tokens"]), (&json!(1), &json!(2), &json!(6)));
-        assert_eq!(value["times"]["first_token_ms"], json!({"count": 2, "mean": 25.0, "p50": 10.0, "p90": 40.0, "p99": 40.0, "max": 40.0}));
+        assert_eq!(
+            (&value["failed"], &value["peak_concurrency"], &value["generated_tokens"]),
+            (&json!(1), &json!(2), &json!(6))
+        );
+        assert_eq!(
+            value["times"]["first_token_ms"],
+            json!({"count": 2, "mean": 25.0, "p50": 10.0, "p90": 40.0, "p99": 40.0, "max": 40.0})
+        );
         assert_eq!(value["times"]["between_tokens_ms"]["max"], 10.0);
         assert_eq!(value["times"]["per_token_ms"]["p50"], 1.0);
         let table = report.table();
