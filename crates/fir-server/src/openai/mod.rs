@@ -4,6 +4,7 @@ pub(crate) mod chat;
 pub(crate) mod completions;
 mod conversation;
 mod items;
+mod messages;
 pub(crate) mod plain;
 pub(crate) mod responses;
 pub(crate) mod types;

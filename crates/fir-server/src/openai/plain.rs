@@ -10,9 +10,9 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
-use super::chat::ChatMessages;
 use super::completions::Prompt;
 use super::conversation::{blocking, served};
+use super::messages::ChatMessages;
 use crate::asked::Asked;
 use crate::backend::ModelInfo;
 use crate::error::{ApiError, Result};

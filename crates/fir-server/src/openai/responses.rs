@@ -10,9 +10,10 @@ use schemars::JsonSchema;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
-use super::chat::{Content, ToolMode};
+use super::chat::ToolMode;
 use super::conversation::{Conversation, Function, ToolChoice, blocking, served};
 use super::items::{Head, Items};
+use super::messages::Content;
 use crate::asked::Asked;
 use crate::config::Limits;
 use crate::error::{ApiError, Result};
