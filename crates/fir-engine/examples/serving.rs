@@ -31,7 +31,8 @@ fn main() -> Result<()> {
     let same = shared.iter().zip(&apart).filter(|(a, b)| a == b).count();
     println!("  {same} of 32 answers are the same");
     drop(flat);
-    let text = "Repeat this list word for word, twice: alpha, beta, gamma, delta, epsilon, zeta, eta, theta, iota, kappa.";
+    let text =
+        "Repeat this list word for word, twice: alpha, beta, gamma, delta, epsilon, zeta, eta, theta, iota, kappa.";
     let chat = serde_json::json!([{ "role": "user", "content": text }]);
     let rendered = model.chat().map(|c| c.render(&chat, None, true, None)).transpose()?;
     let repeat = model.tokenizer().encode(rendered.as_deref().unwrap_or(text), false)?;
@@ -39,7 +40,12 @@ fn main() -> Result<()> {
     let guessing = Engine::start(model, Config { drafts: 4, ..config })?;
     let guessed = ask("guess: with", &guessing, vec![repeat], 128);
     let stats = guessing.stats();
-    println!("  {} of {} guesses right; the same answer: {}", stats.accepted_tokens, stats.drafted_tokens, plain == guessed);
+    println!(
+        "  {} of {} guesses right; the same answer: {}",
+        stats.accepted_tokens,
+        stats.drafted_tokens,
+        plain == guessed
+    );
     Ok(())
 }
 

@@ -1,6 +1,7 @@
 //! The engine's settings, and what they come to in bytes before anything is allocated.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::error::{Error, Result};
@@ -33,8 +34,10 @@ pub struct Config {
     pub prefix_cache: bool,
     /// Whether a prefix that several sequences share is read once for all.
     pub cascade: bool,
-    /// Tokens guessed at once from what came before, at most; 0 guesses none.
+    /// Tokens guessed at once, at most, from what came before; 0 guesses none.
     pub drafts: usize,
+    /// A smaller model of the same vocabulary that guesses, in place of what came before.
+    pub draft_model: Option<Arc<Model>>,
     /// Bytes of memory for pages that left the pool; beside `memory`.
     pub host_tier: u64,
     /// A folder for pages that left memory, and bytes in it.
@@ -58,6 +61,7 @@ impl Default for Config {
             prefix_cache: true,
             cascade: true,
             drafts: 4,
+            draft_model: None,
             host_tier: 0,
             disk_tier: None,
             stuck_after: Duration::from_secs(60),
@@ -104,18 +108,17 @@ impl Config {
     }
 
     pub(crate) fn check(&self) -> Result<()> {
-        let wrong = |what: &str, got: String, want: &str| Err(Error::Config(format!("{what} is {got}, expected {want}")));
+        let wrong =
+            |what: &str, got: String, want: &str| Err(Error::Config(format!("{what} is {got}, expected {want}")));
         if !(1..=1024).contains(&self.page_size) {
             return wrong("page_size", self.page_size.to_string(), "1 to 1024");
         }
         if !(1..=4096).contains(&self.max_seqs) {
             return wrong("max_seqs", self.max_seqs.to_string(), "1 to 4096");
         }
-        if self.max_step_tokens < self.max_seqs * (1 + self.drafts) + self.page_size {
-            let want = format!(
-                "at least max_seqs * (1 + drafts) + page_size = {}",
-                self.max_seqs * (1 + self.drafts) + self.page_size
-            );
+        let least = self.max_seqs * (1 + self.drafts) + 2 * self.page_size + 32;
+        if self.max_step_tokens < least {
+            let want = format!("at least max_seqs * (1 + drafts) + 2 * page_size + 32 = {least}");
             return wrong("max_step_tokens", self.max_step_tokens.to_string(), &want);
         }
         if self.itl_target_ms.is_some_and(|ms| ms.is_nan() || ms <= 0.0) {
@@ -136,7 +139,11 @@ impl Config {
     pub(crate) fn plan(&self, model: &Model, runner: u64) -> Result<MemoryPlan> {
         self.check()?;
         let config = model.config();
-        let page_bytes = KvCache::page_bytes_for(model, self.page_size, self.kv_type)? as u64;
+        let mut page_bytes = KvCache::page_bytes_for(model, self.page_size, self.kv_type)? as u64;
+        if let Some(small) = &self.draft_model {
+            // It follows the same sequences.
+            page_bytes += KvCache::page_bytes_for(small, self.page_size, self.kv_type)? as u64;
+        }
         let wanted = self.context.unwrap_or(config.context);
         if wanted == 0 || wanted > config.context {
             return Err(Error::Config(format!("context is {wanted}, expected 1 to the model's {}", config.context)));
@@ -144,7 +151,9 @@ impl Config {
         let (memory, why) = match self.memory {
             Some(bytes) => (bytes, "memory".to_string()),
             None => {
-                let free = free_memory().ok_or_else(|| Error::Config("memory: not given, and the system does not say what is free".into()))?;
+                let free = free_memory().ok_or_else(|| {
+                    Error::Config("memory: not given, and the system does not say what is free".into())
+                })?;
                 (free / 2, format!("half of the {} MiB that are free", free >> 20))
             }
         };
@@ -161,8 +170,16 @@ impl Config {
         let pages = (rest / page_bytes + 1).min(useful.max(1)).min(i32::MAX as u64 / self.page_size as u64);
         let context = wanted.min(pages as usize * self.page_size);
         let mut parts = vec![
-            Part { name: "step buffers", bytes: runner, why: format!("{} tokens, {} rows of logits", self.max_step_tokens, self.max_rows()) },
-            Part { name: "sampler", bytes: sampler, why: format!("{} rows of {} tokens", self.max_rows(), config.vocab) },
+            Part {
+                name: "step buffers",
+                bytes: runner,
+                why: format!("{} tokens, {} rows of logits", self.max_step_tokens, self.max_rows()),
+            },
+            Part {
+                name: "sampler",
+                bytes: sampler,
+                why: format!("{} rows of {} tokens", self.max_rows(), config.vocab),
+            },
             Part {
                 name: "KV pages",
                 bytes: pages * page_bytes,

@@ -1,5 +1,6 @@
 //! The engine: one thread that schedules, runs and settles steps, and the handle that others hold.
 
+mod settle;
 #[cfg(test)]
 mod tests;
 
@@ -10,21 +11,22 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
 use std::time::{Duration, Instant};
 
 use fir::Exec;
-use llguidance::Matcher;
 
 use crate::backend::Backend;
-use crate::config::Config;
+use crate::config::{Config, MemoryPlan};
 use crate::error::{Error, Result};
 use crate::handle::{Command, Job, Link, RequestId};
 use crate::kv::tier::Tier;
-use crate::request::{Event, Finish, Usage};
+use crate::request::{Event, Finish};
 use crate::runner::{Batch, Seq, Shared};
 use crate::sampler::{Chooser, Sampler};
 use crate::sched::{self, Scheduler, SeqId, Step, Work};
 use crate::spec::Guesser;
+use crate::spec::draft::{Drafter, Want};
 use crate::stats::Stats;
 use crate::text::StopText;
 use crate::tokenizer::Detokenizer;
+use settle::tell;
 
 /// Steps that fail one after the other before the engine gives up.
 const MAX_FAILURES: u32 = 3;
@@ -55,6 +57,16 @@ struct Choice {
     last_token: Option<Instant>,
 }
 
+/// What an engine is made of.
+pub(crate) struct Parts {
+    pub backend: Backend,
+    pub drafter: Option<Drafter>,
+    pub plan: MemoryPlan,
+    pub eos: Vec<u32>,
+    /// Where tokens are drawn: logits come to the host's memory.
+    pub host: Exec,
+}
+
 /// Serves requests on a thread of its own; [`Engine::start`] gives the handle to it.
 pub struct Engine {
     config: Config,
@@ -66,6 +78,8 @@ pub struct Engine {
     link: Arc<Link>,
     requests: HashMap<RequestId, Running>,
     choices: HashMap<SeqId, Choice>,
+    /// A smaller model that guesses.
+    drafter: Option<Drafter>,
     stats: Stats,
     failures: u32,
     /// When the engine stops whatever is left.
@@ -73,15 +87,8 @@ pub struct Engine {
 }
 
 impl Engine {
-    pub(crate) fn new(
-        config: Config,
-        backend: Backend,
-        pages: usize,
-        tier: Option<Tier>,
-        eos: Vec<u32>,
-        host: Exec,
-        link: Arc<Link>,
-    ) -> Self {
+    pub(crate) fn new(config: Config, parts: Parts, tier: Option<Tier>, link: Arc<Link>) -> Self {
+        let Parts { backend, drafter, plan, eos, host } = parts;
         let limits = sched::Limits {
             page_size: config.page_size,
             max_seqs: config.max_seqs,
@@ -91,7 +98,7 @@ impl Engine {
             cascade: config.cascade,
         };
         Self {
-            sched: Scheduler::new(limits, pages, tier, Instant::now()),
+            sched: Scheduler::new(limits, plan.pages, tier, Instant::now()),
             sampler: Sampler::new(config.max_rows()),
             config,
             backend,
@@ -100,6 +107,7 @@ impl Engine {
             link,
             requests: HashMap::new(),
             choices: HashMap::new(),
+            drafter,
             stats: Stats::default(),
             failures: 0,
             drain: None,
@@ -231,7 +239,7 @@ impl Engine {
                 }
             };
             let s = &request.sampling;
-            let chooser = Chooser::new(s, index, &request.prompt, &self.eos, seed, grammar.as_ref().map(Matcher::clone));
+            let chooser = Chooser::new(s, index, &request.prompt, &self.eos, seed, grammar.clone());
             let choice = Choice {
                 request: id,
                 index,
@@ -261,7 +269,9 @@ impl Engine {
         }
         let now = Instant::now();
         for work in &step.works {
-            let Some(request) = self.choices.get(&work.id).and_then(|c| self.requests.get_mut(&c.request)) else { continue };
+            let Some(request) = self.choices.get(&work.id).and_then(|c| self.requests.get_mut(&c.request)) else {
+                continue;
+            };
             if request.queued > 0 {
                 self.link.admitted(std::mem::take(&mut request.queued));
                 self.stats.queue_time.observe((now - request.submitted).as_secs_f64());
@@ -299,16 +309,36 @@ impl Engine {
         if self.config.drafts == 0 {
             return;
         }
-        let decoding: Vec<SeqId> = self.sched.running().iter().copied().filter(|&id| self.sched.seq(id).decoding()).collect();
+        let decoding: Vec<SeqId> =
+            self.sched.running().iter().copied().filter(|&id| self.sched.seq(id).decoding()).collect();
         let load = |&id: &SeqId| sched::cost::Load::of(self.sched.kv(id).1, 1, 1);
         let base = decoding.iter().map(load).fold(sched::cost::Load::default(), sched::cost::Load::plus);
+        let guess_ms = self.drafter.as_ref().map_or(0.0, |d| d.ms_per_guess);
+        let mut wants = Vec::new();
         for id in decoding {
             let Some(choice) = self.choices.get_mut(&id) else { continue };
             let seq = self.sched.seq(id);
             let room = (seq.max_len - seq.tokens.len()).saturating_sub(1).min(self.config.drafts);
-            let most = choice.guesser.worth(&self.sched.cost, base, seq.tokens.len(), room);
-            let mut drafts = choice.guesser.guess(&seq.tokens, most);
-            if !drafts.is_empty() {
+            let most = choice.guesser.worth(&self.sched.cost, base, seq.tokens.len(), room, guess_ms);
+            wants.push(Want { id, tokens: &seq.tokens, most });
+        }
+        let guesses = match &mut self.drafter {
+            Some(drafter) => drafter.guess(&wants).unwrap_or_else(|error| {
+                // It is of no use, but nothing depends on it.
+                self.stats.drafter_error = Some(error.to_string());
+                Vec::new()
+            }),
+            None => {
+                let mut guess = |w: &Want<'_>| self.choices.get_mut(&w.id).map(|c| c.guesser.guess(w.tokens, w.most));
+                wants.iter().map(|w| guess(w).unwrap_or_default()).collect()
+            }
+        };
+        let ids: Vec<SeqId> = wants.iter().map(|w| w.id).collect();
+        if self.stats.drafter_error.is_some() {
+            self.drafter = None;
+        }
+        for (id, mut drafts) in ids.into_iter().zip(guesses) {
+            if let (false, Some(choice)) = (drafts.is_empty(), self.choices.get_mut(&id)) {
                 choice.chooser.valid_drafts(&mut drafts);
                 self.sched.seq_mut(id).drafts = drafts;
             }
@@ -317,17 +347,9 @@ impl Engine {
 
     /// Runs a step and draws its tokens; returns the sequences that cannot go on, with the reason.
     fn run_step(&mut self, step: &Step) -> Result<Vec<(SeqId, String)>> {
-        let (mut tokens, mut seqs, mut rows) = (Vec::with_capacity(step.load.tokens), Vec::new(), Vec::new());
-        for work in &step.works {
-            let seq = self.sched.seq(work.id);
-            let (pages, past) = self.sched.kv(work.id);
-            tokens.extend(seq.tokens[past..].iter().chain(&seq.drafts).take(work.new));
-            rows.extend((tokens.len() - work.rows..tokens.len()).map(|row| row as u32));
-            seqs.push(Seq { new: work.new, past, pages });
-        }
+        let built = self.sched.batch(step);
         let vocab = self.backend.vocab();
-        let batch = Batch { tokens: &tokens, seqs: &seqs, logits: &rows, shared: &step.shared };
-        let logits = self.backend.step(&batch)?;
+        let logits = self.backend.step(&built.batch())?;
         self.sampler.clear();
         let (mut at, mut bad) = (0, Vec::new());
         for work in step.works.iter().filter(|w| w.rows > 0) {
@@ -342,157 +364,6 @@ impl Engine {
         }
         self.sampler.draw(&self.host, logits, vocab)?;
         Ok(bad)
-    }
-
-    /// Gives each sequence its tokens.
-    fn settle(&mut self, step: &Step, bad: &[(SeqId, String)]) {
-        let mut row = 0;
-        for work in &step.works {
-            let first = row;
-            row += work.rows;
-            // Its caller may have gone while another of its continuations was told.
-            if !self.choices.contains_key(&work.id) {
-                continue;
-            }
-            if let Some((_, why)) = bad.iter().find(|(id, _)| *id == work.id) {
-                self.fail(work.id, why);
-                continue;
-            }
-            if work.rows == 0 {
-                self.sched.advance(work.id, work.new, &[]);
-                continue;
-            }
-            let drafts = std::mem::take(&mut self.sched.seq_mut(work.id).drafts);
-            let drawn = &self.sampler.out[first..row];
-            let right = drafts.iter().zip(drawn).take_while(|(d, t)| **d as i32 == **t).count();
-            let next: Vec<u32> = drawn[..=right].iter().map(|&t| t as u32).collect();
-            if let Some(choice) = self.choices.get_mut(&work.id)
-                && !drafts.is_empty()
-            {
-                choice.guesser.learn(drafts.len(), right);
-                self.stats.drafted_tokens += drafts.len() as u64;
-                self.stats.accepted_tokens += right as u64;
-            }
-            self.sched.advance(work.id, work.new - drafts.len() + right, &[]);
-            for (i, id) in next.into_iter().enumerate() {
-                if !self.take(work.id, id, first + i) {
-                    break;
-                }
-            }
-        }
-    }
-
-    /// Takes a token that was drawn in `row`; false if the sequence has ended.
-    fn take(&mut self, seq: SeqId, id: u32, row: usize) -> bool {
-        if !self.sampler.valid(row) {
-            self.fail(seq, "the model gave no distribution (a NaN, or nothing that may be chosen)");
-            return false;
-        }
-        self.sched.advance(seq, 0, &[id]);
-        let (len, max_len) = (self.sched.seq(seq).tokens.len(), self.sched.seq(seq).max_len);
-        let generated = len - self.sched.seq(seq).prompt;
-        let Some(choice) = self.choices.get_mut(&seq) else { return false };
-        let now = Instant::now();
-        if let Some(request) = self.requests.get(&choice.request) {
-            match choice.last_token.replace(now) {
-                Some(last) => self.stats.between_tokens.observe((now - last).as_secs_f64()),
-                None => self.stats.first_token.observe((now - request.submitted).as_secs_f64()),
-            }
-        }
-        self.stats.generated_tokens += 1;
-        if choice.chooser.ends(id, generated - 1) {
-            self.end(seq, Finish::Stop);
-            return false;
-        }
-        let complete = match choice.chooser.accept(id) {
-            Ok(complete) => complete,
-            Err(error) => {
-                self.fail(seq, &error.to_string());
-                return false;
-            }
-        };
-        let text = self.backend.text(&mut choice.text, id);
-        let (text, stopped) = if generated < choice.min_tokens { (text, false) } else { choice.stop.push(&text) };
-        let logprobs = self.sampler.logprobs(row, choice.logprobs);
-        let event = Event::Token { choice: choice.index, id, text, logprobs };
-        let request = choice.request;
-        if !self.tell(request, event) {
-            return false;
-        }
-        if stopped && let Some(choice) = self.choices.get_mut(&seq) {
-            // Nothing after a stop text is part of the answer, half a character neither.
-            choice.text = Detokenizer::default();
-        }
-        if stopped || complete {
-            self.end(seq, Finish::Stop);
-            return false;
-        }
-        if len >= max_len {
-            self.end(seq, Finish::Length);
-            return false;
-        }
-        true
-    }
-
-    /// Tells a request's caller; false, and the request is gone, if nobody listens.
-    fn tell(&mut self, id: RequestId, event: Event) -> bool {
-        let Some(request) = self.requests.get_mut(&id) else { return false };
-        if tell(&mut request.sink, event) {
-            return true;
-        }
-        // Nothing more is told, so that nothing is told twice.
-        request.sink = Box::new(|_| true);
-        let seqs = request.seqs.clone();
-        seqs.into_iter().for_each(|seq| self.end(seq, Finish::Aborted));
-        false
-    }
-
-    /// Ends a continuation.
-    fn end(&mut self, id: SeqId, reason: Finish) {
-        let Some(mut choice) = self.choices.remove(&id) else { return };
-        let seq = self.sched.remove(id);
-        let usage = Usage { prompt: seq.prompt, cached: seq.cached, generated: seq.tokens.len() - seq.prompt };
-        let text = choice.stop.finish() + &choice.text.finish();
-        *match reason {
-            Finish::Stop => &mut self.stats.finished_stop,
-            Finish::Length => &mut self.stats.finished_length,
-            Finish::Aborted => &mut self.stats.aborted,
-            Finish::Deadline => &mut self.stats.expired,
-        } += 1;
-        let event = Event::Finished { choice: choice.index, text, reason, usage };
-        self.leave(choice.request, id, event);
-    }
-
-    /// Ends a request with an error: its other continuations go too.
-    fn fail(&mut self, id: SeqId, why: &str) {
-        let Some(choice) = self.choices.remove(&id) else { return };
-        self.sched.remove(id);
-        self.stats.failed += 1;
-        let Some(mut request) = self.requests.remove(&choice.request) else { return };
-        if request.queued > 0 {
-            self.link.admitted(request.queued);
-        }
-        for other in request.seqs.into_iter().filter(|&s| s != id) {
-            if self.choices.remove(&other).is_some() {
-                self.sched.remove(other);
-                self.stats.failed += 1;
-            }
-        }
-        tell(&mut request.sink, Event::Failed(why.into()));
-    }
-
-    fn leave(&mut self, id: RequestId, seq: SeqId, event: Event) {
-        let Some(request) = self.requests.get_mut(&id) else { return };
-        request.seqs.retain(|&s| s != seq);
-        tell(&mut request.sink, event);
-        if request.seqs.is_empty()
-            && let Some(request) = self.requests.remove(&id)
-        {
-            if request.queued > 0 {
-                self.link.admitted(request.queued);
-            }
-            self.stats.whole.observe(request.submitted.elapsed().as_secs_f64());
-        }
     }
 
     /// The mean of the final states of `tokens`, in pages that are given back.
@@ -546,9 +417,4 @@ impl Engine {
         stats.tier = self.sched.tier().map(Tier::stats).unwrap_or_default();
         self.link.publish(stats);
     }
-}
-
-/// Calls a sink; one that panics is a caller that has gone.
-fn tell(sink: &mut Sink, event: Event) -> bool {
-    catch_unwind(AssertUnwindSafe(|| sink(event))).unwrap_or(false)
 }

@@ -10,14 +10,15 @@ use llguidance::Matcher;
 
 use crate::backend::{Backend, Running};
 use crate::config::{Config, MemoryPlan};
-use crate::engine::{Engine, Sink};
+use crate::engine::{Engine, Parts, Sink};
 use crate::error::{Error, Result};
 use crate::grammar::Grammars;
 use crate::kv::tier::Tier;
-use crate::models::Model;
+use crate::models::{KvLayout, Model};
 use crate::request::{Event, Request};
 use crate::runner::{KvCache, Limits, Runner};
 use crate::sampler::fresh_seed;
+use crate::spec::draft::Drafter;
 use crate::stats::Stats;
 
 /// Continuations of one request, at most.
@@ -158,37 +159,50 @@ impl std::fmt::Debug for Handle {
 
 impl Engine {
     /// Allocates all that `config` asks for, runs every kernel once, and starts the engine's thread.
-    pub fn start(model: impl Into<Arc<Model>>, config: Config) -> Result<Handle> {
+    pub fn start(model: impl Into<Arc<Model>>, mut config: Config) -> Result<Handle> {
         let model = model.into();
+        // Latent attention reads every sequence by itself.
+        config.cascade &= matches!(model.kv_layout(), KvLayout::Heads { .. });
         config.check()?;
-        let limits =
-            Limits { max_tokens: config.max_step_tokens, max_seqs: config.max_seqs, max_logits: config.max_rows() };
+        // Each token of an answer is a sequence of the step's.
+        let tokens = config.max_step_tokens;
+        let limits = Limits { max_tokens: tokens, max_seqs: tokens, max_logits: config.max_rows() };
         let runner = Runner::new(&model, limits)?;
-        let plan = config.plan(&model, runner.bytes() as u64)?;
-        let kv = KvCache::new(&model, plan.pages, config.page_size, config.kv_type)?;
+        let small = config.draft_model.clone();
+        let small_runner = match &small {
+            Some(small) if small.config().vocab != model.config().vocab => {
+                let (got, want) = (small.config().vocab, model.config().vocab);
+                return Err(Error::Config(format!("draft_model has {got} tokens, expected the model's {want}")));
+            }
+            Some(small) => Some(Runner::new(small, Limits { max_logits: config.max_seqs, ..limits })?),
+            None => None,
+        };
+        let buffers = runner.bytes() + small_runner.as_ref().map_or(0, Runner::bytes);
+        let plan = config.plan(&model, buffers as u64)?;
+        let kv = |model: &Model| KvCache::new(model, plan.pages, config.page_size, config.kv_type);
+        let drafter = match (small, small_runner) {
+            (Some(small), Some(runner)) => {
+                let backend = Backend::Model(Box::new(Running { kv: kv(&small)?, model: small, runner }));
+                Some(Drafter::new(backend, plan.pages, config.page_size, config.max_step_tokens))
+            }
+            _ => None,
+        };
+        let kv = kv(&model)?;
         let host = if matches!(model.exec(), Exec::Cpu(_)) { model.exec().clone() } else { Exec::cpu()? };
         let (vocab, eos) = (model.config().vocab, model.config().eos.clone());
         let tokenizer = model.tokenizer();
         let text = |id: u32| (id as usize) < tokenizer.vocab() && !tokenizer.is_special(id);
-        let words: Vec<_> =
-            (0..vocab as u32).map(|id| text(id).then(|| tokenizer.token_bytes(id).to_vec())).collect();
+        let words: Vec<_> = (0..vocab as u32).map(|id| text(id).then(|| tokenizer.token_bytes(id).to_vec())).collect();
         let grammars = if eos.is_empty() { None } else { Some(Grammars::new(&words, &eos)?) };
         let backend = Backend::Model(Box::new(Running { model, kv, runner }));
-        launch(config, backend, plan, vocab, eos, host, grammars)
+        launch(config, Parts { backend, drafter, plan, eos, host }, grammars)
     }
 }
 
 /// Starts the thread; returns when the first steps have run.
-pub(crate) fn launch(
-    config: Config,
-    backend: Backend,
-    plan: MemoryPlan,
-    vocab: usize,
-    eos: Vec<u32>,
-    host: Exec,
-    grammars: Option<Grammars>,
-) -> Result<Handle> {
-    let link = Arc::new(Link::new(&config, plan.context, vocab));
+pub(crate) fn launch(config: Config, parts: Parts, grammars: Option<Grammars>) -> Result<Handle> {
+    let plan = Arc::new(parts.plan.clone());
+    let link = Arc::new(Link::new(&config, plan.context, parts.backend.vocab()));
     let (commands, inbox) = channel();
     let commands = Arc::new(commands);
     let waker = Arc::downgrade(&commands);
@@ -198,7 +212,7 @@ pub(crate) fn launch(
         }
     };
     let tier = config.budget().map(|budget| Tier::new(budget, wake)).transpose()?;
-    let mut engine = Engine::new(config, backend, plan.pages, tier, eos, host, Arc::clone(&link));
+    let mut engine = Engine::new(config, parts, tier, Arc::clone(&link));
     let (ready, is_ready) = sync_channel(1);
     std::thread::Builder::new()
         .name("fir-engine".into())
@@ -211,7 +225,7 @@ pub(crate) fn launch(
         })
         .map_err(|source| Error::Io { path: "thread fir-engine".into(), source })?;
     is_ready.recv().map_err(|_| Error::Stopped("it panicked in its first step".into()))??;
-    Ok(Handle { link, commands, grammars: Arc::new(grammars), plan: Arc::new(plan) })
+    Ok(Handle { link, commands, grammars: Arc::new(grammars), plan })
 }
 
 impl Handle {
@@ -226,7 +240,9 @@ impl Handle {
         let grammar = match (&request.sampling.grammar, &*self.grammars) {
             (None, _) => None,
             (Some(grammar), Some(grammars)) => Some(grammars.compile(grammar)?),
-            (Some(_), None) => return Err(bad("grammar", "this model has no end token, so that no grammar can end".into())),
+            (Some(_), None) => {
+                return Err(bad("grammar", "this model has no end token, so that no grammar can end".into()));
+            }
         };
         let tokens = request.prompt.len();
         let mut state = self.link.state();
@@ -316,7 +332,8 @@ impl Handle {
     }
 
     fn gone(&self) -> Error {
-        let reason = self.link.state().stopped.clone().map_or_else(|| "its thread is gone".into(), |(reason, _)| reason);
+        let reason =
+            self.link.state().stopped.clone().map_or_else(|| "its thread is gone".into(), |(reason, _)| reason);
         Error::Stopped(reason)
     }
 

@@ -101,6 +101,8 @@ pub struct Stats {
     pub drafted_tokens: u64,
     /// Of those, right.
     pub accepted_tokens: u64,
+    /// Why the small model guesses no more, if it failed.
+    pub drafter_error: Option<String>,
     /// What lies below the pool.
     pub tier: TierStats,
     /// From submission to the first time it runs.

@@ -101,7 +101,7 @@ impl Tree {
             found.nodes.push(child);
             (at, rest) = (child, after);
         }
-        let shared = |(key, &id): (&Box<[u32]>, &NodeId)| (common(key, rest), id);
+        let shared = |(key, id): (&[u32], NodeId)| (common(key, rest), id);
         let children = &self.node(at).children;
         let shorter = before(children, rest).map(shared);
         let longer = at_or_after(children, rest).map(shared);
@@ -156,13 +156,13 @@ impl Tree {
             return Inserted { node: id, taken, freed: freed.flatten().map(Place::Tier) };
         }
         if tokens.len() < self.page_size
-            && let Some((key, &id)) = at_or_after(&self.node(parent).children, tokens)
+            && let Some((key, id)) = at_or_after(&self.node(parent).children, tokens)
             && key.starts_with(tokens)
         {
             return Inserted { node: id, taken: false, freed: None };
         }
         let shorter = before(&self.node(parent).children, tokens);
-        let shorter = shorter.filter(|(key, _)| tokens.starts_with(key)).map(|(_, &id)| id);
+        let shorter = shorter.filter(|(key, _)| tokens.starts_with(key)).map(|(_, id)| id);
         self.clock += 1;
         let node = Node {
             tokens: tokens.into(),
@@ -340,12 +340,14 @@ pub(crate) struct Inserted {
 
 type Children = BTreeMap<Box<[u32]>, NodeId>;
 
-fn before<'a>(children: &'a Children, tokens: &[u32]) -> Option<(&'a Box<[u32]>, &'a NodeId)> {
-    children.range::<[u32], _>((Bound::Unbounded, Bound::Excluded(tokens))).next_back()
+fn before<'a>(children: &'a Children, tokens: &[u32]) -> Option<(&'a [u32], NodeId)> {
+    let mut range = children.range::<[u32], _>((Bound::Unbounded, Bound::Excluded(tokens)));
+    range.next_back().map(|(key, &id)| (&**key, id))
 }
 
-fn at_or_after<'a>(children: &'a Children, tokens: &[u32]) -> Option<(&'a Box<[u32]>, &'a NodeId)> {
-    children.range::<[u32], _>((Bound::Included(tokens), Bound::Unbounded)).next()
+fn at_or_after<'a>(children: &'a Children, tokens: &[u32]) -> Option<(&'a [u32], NodeId)> {
+    let mut range = children.range::<[u32], _>((Bound::Included(tokens), Bound::Unbounded));
+    range.next().map(|(key, &id)| (&**key, id))
 }
 
 /// Length of the common prefix.

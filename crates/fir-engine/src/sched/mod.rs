@@ -8,8 +8,10 @@
 //! in that order for the first, a sequence alone always fits (checked when it is added), and a sequence that was cut off
 //! keeps its place. So the first one ends, and then there is another first one.
 
+mod batch;
 pub(crate) mod cost;
 pub(crate) mod group;
+mod pages;
 #[cfg(test)]
 mod sim;
 
@@ -20,21 +22,20 @@ use crate::backend::Backend;
 use crate::error::{Error, Result};
 use crate::kv::pool::Pool;
 use crate::kv::radix::{NodeId, Place, Tree, common};
-use crate::kv::tier::{Fetch, Tier};
+use crate::kv::tier::Tier;
 use crate::runner::Shared;
 use cost::{Cost, Load};
-use group::Member;
 
 pub(crate) type SeqId = usize;
 
 /// One level of priority is worth so much waiting: strict levels would let a busy one starve those below.
 const LEVEL: Duration = Duration::from_secs(10);
-/// Admission leaves each running sequence room for so many tokens, so that it need not be cut off soon after.
-const ROOM: usize = 64;
+/// Prompts are computed in chunks of so many tokens at least. Kernels have another road for few query rows, with another
+/// rounding; so a prompt's tokens always take the one for many, whatever the batch and the cache have for them, and an
+/// answer's tokens, which are computed one by one, the one for few. (A prompt shorter than this is one chunk.)
+const CHUNK: usize = 9;
 /// Waiting sequences looked at in a step beyond those that are admitted.
 const LOOK: usize = 64;
-/// Pages asked of a tier ahead of the one that is waited for.
-const AHEAD: usize = 8;
 
 /// Sizes of a step.
 #[derive(Clone, Debug)]
@@ -122,8 +123,6 @@ pub(crate) struct Step {
     /// KV tokens that attention would read without groups, and reads with them.
     pub read_flat: usize,
     pub read: usize,
-    /// Some of it is a prompt.
-    pub prefill: bool,
 }
 
 /// What the scheduler counts.
@@ -288,13 +287,20 @@ impl Scheduler {
         if let (Some(target), true) = (self.limits.itl_target_ms, decoders > 0) {
             let first = self.prefilling().min_by_key(|&id| self.seq(id).place);
             let past = first.map_or(0, |id| self.seq(id).computed);
-            // A page at least: prompts must end some day, whatever the target.
+            // Half of it is a chunk to the end of a page: prompts must end some day, whatever the target.
             let within = self.cost.prefill_within(load, past, most, target);
-            most = most.min(within.max(self.limits.page_size));
+            most = most.min(within.max(2 * (CHUNK + self.limits.page_size)));
         }
+        let before = self.running.len();
         self.admit_waiting(most, backend)?;
+        // Those that came back with all their pages go on where they were.
+        for &id in self.running[before..].iter().filter(|&&id| self.seq(id).decoding()) {
+            load = load.plus(Load::of(self.seq(id).computed, 1, 1));
+            works.push(Work { id, new: 1, rows: 1 });
+            most = most.saturating_sub(1);
+        }
         self.split(most, &mut works, &mut load);
-        Ok(self.group(works, load, decoders))
+        Ok(self.group(works, load))
     }
 
     fn prefilling(&self) -> impl Iterator<Item = SeqId> {
@@ -312,11 +318,12 @@ impl Scheduler {
                 // Guesses are not worth a page of somebody else's.
                 let room = have - seq.computed - 1;
                 let want = seq.drafts.len();
-                if want > room && self.available() > self.reserve() {
-                    if let Some(page) = self.alloc(backend)? {
-                        self.seq_mut(id).pages.push(page);
-                        continue;
-                    }
+                if want > room
+                    && self.available() > self.reserve()
+                    && let Some(page) = self.alloc(backend)?
+                {
+                    self.seq_mut(id).pages.push(page);
+                    continue;
                 }
                 self.seq_mut(id).drafts.truncate(room);
                 return Ok(true);
@@ -366,12 +373,24 @@ impl Scheduler {
         Ok(())
     }
 
+    /// How much of a sequence may be taken from what is known: not the last token, whose logits are needed; and of the
+    /// prompt all or no more than leaves a chunk of [`CHUNK`].
+    fn knowable(&self, id: SeqId) -> usize {
+        let seq = self.seq(id);
+        if seq.tokens.len() > seq.prompt {
+            let found = self.tree.find(seq.salt, &seq.tokens[..seq.tokens.len() - 1]);
+            if found.nodes.len() * self.limits.page_size + found.tail.map_or(0, |t| t.1) >= seq.prompt {
+                return seq.tokens.len() - 1;
+            }
+        }
+        seq.prompt.saturating_sub(CHUNK)
+    }
+
     /// Gives a waiting sequence its pages: known ones, a copy of one that is known in part, and empty ones.
     fn admit(&mut self, id: SeqId, backend: &mut Backend) -> Result<Admit> {
         let page_size = self.limits.page_size;
         let (salt, len) = (self.seq(id).salt, self.seq(id).tokens.len());
-        // The last token is computed whatever is known: its logits are needed.
-        let known = self.seq(id).tokens[..len - 1].to_vec();
+        let known = self.seq(id).tokens[..self.knowable(id)].to_vec();
         let mut tail = None;
         let mut nodes = Vec::new();
         if self.limits.prefix_cache {
@@ -446,238 +465,5 @@ impl Scheduler {
         self.waiting.remove(&(place, id));
         self.running.push(id);
         Ok(Admit::Yes)
-    }
-
-    /// Brings back from the tiers what is known of `tokens`.
-    fn load(&mut self, salt: u64, tokens: &[u32], backend: &mut Backend) -> Result<Admit> {
-        if self.tier.is_none() {
-            return Ok(Admit::Yes);
-        }
-        let found = self.tree.find(salt, tokens);
-        let path: Vec<NodeId> = found.nodes.iter().copied().chain(found.tail.map(|t| t.0)).collect();
-        let mut held = Vec::new();
-        let mut result = Admit::Yes;
-        for (i, &node) in path.iter().enumerate() {
-            if let Place::Tier(key) = self.tree.place(node) {
-                if self.available() == 0 {
-                    result = Admit::Full;
-                    break;
-                }
-                let Some(tier) = &mut self.tier else { break };
-                match tier.take(key) {
-                    Fetch::Ready(bytes) => {
-                        let page = self.alloc(backend)?.expect("a page was available");
-                        backend.write_page(page, &bytes)?;
-                        self.tree.restore(node, page);
-                        self.counts.restored_tokens += self.limits.page_size as u64;
-                    }
-                    Fetch::Pending => {
-                        for &next in path[i + 1..].iter().take(AHEAD) {
-                            if let Place::Tier(key) = self.tree.place(next) {
-                                tier.prefetch(key);
-                            }
-                        }
-                        result = Admit::Later;
-                        break;
-                    }
-                    Fetch::Missing => {
-                        self.forget(key);
-                        break;
-                    }
-                }
-            }
-            self.tree.lock(node);
-            held.push(node);
-        }
-        held.iter().rev().for_each(|&n| self.tree.unlock(n));
-        Ok(result)
-    }
-
-    /// Deals the step's tokens out to prompts: half to the first in order, the rest to the shortest; so a long prompt
-    /// slows short ones down by no more than half, and they it.
-    fn split(&self, most: usize, works: &mut Vec<Work>, load: &mut Load) {
-        let mut prompts: Vec<SeqId> = self.prefilling().collect();
-        prompts.sort_unstable_by_key(|&id| self.seq(id).place);
-        let Some((&first, others)) = prompts.split_first() else { return };
-        let mut others = others.to_vec();
-        others.sort_by_key(|&id| self.seq(id).pending());
-        let wanted: usize = others.iter().map(|&id| self.seq(id).pending()).sum();
-        let mut left = most;
-        let mut share = vec![(first, self.seq(first).pending().min(most - wanted.min(most / 2)))];
-        left -= share[0].1;
-        for &id in &others {
-            let take = self.seq(id).pending().min(left);
-            left -= take;
-            share.push((id, take));
-        }
-        share[0].1 += left.min(self.seq(first).pending() - share[0].1);
-        let alone = works.is_empty();
-        for (id, take) in share {
-            let seq = self.seq(id);
-            let mut new = take;
-            if new < seq.pending() {
-                // Whole pages, as far as that is something: their nodes are the tree's a step earlier.
-                let end = (seq.computed + new) / self.limits.page_size * self.limits.page_size;
-                new = end.saturating_sub(seq.computed);
-                if new == 0 && alone && works.is_empty() {
-                    new = take;
-                }
-            }
-            if new > 0 {
-                let rows = usize::from(new == seq.pending());
-                *load = load.plus(Load::of(seq.computed, new, rows));
-                works.push(Work { id, new, rows });
-            }
-        }
-    }
-
-    /// Orders a step's parts so that those that share a prefix stand together.
-    fn group(&self, works: Vec<Work>, load: Load, decoders: usize) -> Step {
-        let prefill = works.len() > decoders;
-        let read_flat = works.iter().map(|w| self.seq(w.id).computed + w.new).sum();
-        let mut step = Step { load, read_flat, read: read_flat, prefill, ..Step::default() };
-        if !self.limits.cascade || works.len() < 2 {
-            step.works = works;
-            return step;
-        }
-        let member = |w: &Work| {
-            let seq = self.seq(w.id);
-            Member { pages: &seq.pages, whole: seq.computed / self.limits.page_size }
-        };
-        let members: Vec<_> = works.iter().map(member).collect();
-        let (order, shared) = group::groups(&members, self.limits.page_size);
-        step.works = order.iter().map(|&i| works[i]).collect();
-        step.read -= shared.iter().map(|g| (g.count - 1) * g.len).sum::<usize>();
-        step.shared = shared;
-        step
-    }
-
-    /// Pages for `len` tokens of nobody's.
-    pub(crate) fn borrow_pages(&mut self, len: usize, backend: &mut Backend) -> Result<Vec<u32>> {
-        let need = len.div_ceil(self.limits.page_size);
-        if need + self.reserve() > self.available() {
-            let tokens = self.waiting.iter().map(|&(_, id)| self.seq(id).prompt).sum();
-            return Err(Error::Busy { waiting: self.waiting.len(), tokens });
-        }
-        let mut pages = Vec::with_capacity(need);
-        while pages.len() < need {
-            pages.extend(self.alloc(backend)?);
-        }
-        Ok(pages)
-    }
-
-    pub(crate) fn return_pages(&mut self, pages: Vec<u32>) {
-        pages.into_iter().for_each(|page| self.pool.free(page));
-    }
-
-    fn available(&self) -> usize {
-        self.pool.available() + self.tree.evictable()
-    }
-
-    /// Pages that running sequences will soon want.
-    fn reserve(&self) -> usize {
-        let more = |&id: &SeqId| {
-            let seq = self.seq(id);
-            let len = (seq.tokens.len() + ROOM).min(seq.max_len);
-            len.div_ceil(self.limits.page_size).saturating_sub(seq.pages.len())
-        };
-        self.running.iter().map(more).sum()
-    }
-
-    fn page(&self, node: NodeId) -> u32 {
-        match self.tree.place(node) {
-            Place::Pool(page) => page,
-            Place::Tier(_) => unreachable!("a node that is held is in the pool"),
-        }
-    }
-
-    fn alloc(&mut self, backend: &mut Backend) -> Result<Option<u32>> {
-        if let Some(page) = self.pool.alloc() {
-            return Ok(Some(page));
-        }
-        let Some(coldest) = self.tree.coldest() else { return Ok(None) };
-        let bytes = backend.page_bytes();
-        let key = self.tier.as_mut().and_then(|t| t.reserve(bytes));
-        if let (Some(key), Some(tier)) = (key, &mut self.tier) {
-            let mut page = vec![0; bytes];
-            backend.read_page(coldest, &mut page)?;
-            tier.put(key, page);
-        }
-        let mut gone = Vec::new();
-        let page = self.tree.evict(key, &mut gone);
-        self.discard(&gone);
-        self.counts.evictions += 1;
-        Ok(page)
-    }
-
-    /// Gives the tree the pages that are whole now.
-    fn publish(&mut self, id: SeqId) {
-        if !self.limits.prefix_cache {
-            return;
-        }
-        let page_size = self.limits.page_size;
-        let mut seq = self.seqs[id].take().expect("a sequence that is here");
-        for at in seq.nodes.len()..seq.computed / page_size {
-            let tokens = &seq.tokens[at * page_size..][..page_size];
-            let got = self.tree.insert(seq.salt, seq.nodes.last().copied(), tokens, seq.pages[at]);
-            if !got.taken {
-                // Another computed the same at the same time; one is enough.
-                self.pool.free(seq.pages[at]);
-                seq.pages[at] = self.page(got.node);
-            }
-            self.tree.lock(got.node);
-            seq.nodes.push(got.node);
-            self.freed(got.freed);
-        }
-        self.seqs[id] = Some(seq);
-    }
-
-    /// Gives all pages of a sequence to the tree, or back to the pool.
-    fn release(&mut self, id: SeqId) {
-        self.publish(id);
-        let page_size = self.limits.page_size;
-        let mut seq = self.seqs[id].take().expect("a sequence that is here");
-        for at in seq.nodes.len()..seq.pages.len() {
-            let written = seq.computed.saturating_sub(at * page_size).min(page_size);
-            let mut taken = false;
-            if written > 0 && self.limits.prefix_cache {
-                let tokens = &seq.tokens[at * page_size..][..written];
-                let got = self.tree.insert(seq.salt, seq.nodes.last().copied(), tokens, seq.pages[at]);
-                taken = got.taken;
-                self.freed(got.freed);
-            }
-            if !taken {
-                self.pool.free(seq.pages[at]);
-            }
-        }
-        seq.nodes.drain(..).rev().for_each(|n| self.tree.unlock(n));
-        seq.pages.clear();
-        seq.computed = 0;
-        self.seqs[id] = Some(seq);
-    }
-
-    fn freed(&mut self, place: Option<Place>) {
-        match place {
-            Some(Place::Pool(page)) => self.pool.free(page),
-            Some(Place::Tier(key)) => self.discard(&[key]),
-            None => {}
-        }
-    }
-
-    fn forget_lost(&mut self) {
-        let lost = self.tier.as_mut().map(Tier::lost).unwrap_or_default();
-        lost.into_iter().for_each(|key| self.forget(key));
-    }
-
-    fn forget(&mut self, key: u64) {
-        let mut gone = Vec::new();
-        self.tree.forget(key, &mut gone);
-        self.discard(&gone);
-    }
-
-    fn discard(&mut self, keys: &[u64]) {
-        if let Some(tier) = &mut self.tier {
-            keys.iter().for_each(|&key| tier.discard(key));
-        }
     }
 }

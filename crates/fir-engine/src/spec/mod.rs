@@ -3,6 +3,10 @@
 //! The sampler verifies a guess by drawing (see [`crate::sampler`]), so guesses change how many steps an answer takes
 //! and nothing else. Whether guessing pays is decided per sequence, from how often its guesses were right and what the
 //! cost model says a row more takes.
+//!
+//! Guesses come from what followed the same tokens earlier in the sequence, or from a smaller model.
+
+pub(crate) mod draft;
 
 use std::collections::HashMap;
 
@@ -44,8 +48,9 @@ impl Guesser {
         from.map_or_else(Vec::new, |at| tokens[at..].iter().take(most).copied().collect())
     }
 
-    /// How many guesses pay for a sequence of `past` tokens: the number that gives most tokens per millisecond.
-    pub(crate) fn worth(&mut self, cost: &Cost, base: Load, past: usize, most: usize) -> usize {
+    /// How many guesses pay for a sequence of `past` tokens: the number that gives most tokens per millisecond,
+    /// if a guess takes `guess_ms` to make.
+    pub(crate) fn worth(&mut self, cost: &Cost, base: Load, past: usize, most: usize, guess_ms: f64) -> usize {
         let (mut best, mut rate) = (0, 0.0);
         for n in 0..=most {
             let tokens: f64 = (0..=n).map(|i| self.right.powi(i as i32)).sum();
@@ -53,7 +58,7 @@ impl Guesser {
             // sequence of it takes.
             let share = cost.predict_ms(base) / base.rows.max(1) as f64;
             let more = cost.predict_ms(base.plus(Load::of(past, n, n))) - cost.predict_ms(base);
-            let per_ms = tokens / (share + more).max(1e-6);
+            let per_ms = tokens / (share + more + n as f64 * guess_ms).max(1e-6);
             if per_ms > rate * 1.02 {
                 (best, rate) = (n, per_ms);
             }
@@ -110,10 +115,11 @@ mod tests {
         };
         let base = Load::of(300, 1, 1);
         let mut sure = Guesser { right: 0.95, ..Guesser::new() };
-        assert_eq!(sure.worth(&learned(0.01), base, 300, 6), 6, "rows cost next to nothing");
+        assert_eq!(sure.worth(&learned(0.01), base, 300, 6, 0.0), 6, "rows cost next to nothing");
+        assert_eq!(sure.worth(&learned(0.01), base, 300, 6, 50.0), 0, "guesses that take longer than tokens");
         let mut never = Guesser { right: 0.02, ..Guesser::new() };
-        assert_eq!(never.worth(&learned(2.0), base, 300, 6), 0);
-        let tries = (0..200).filter(|_| never.worth(&learned(2.0), base, 300, 6) > 0).count();
+        assert_eq!(never.worth(&learned(2.0), base, 300, 6, 0.0), 0);
+        let tries = (0..200).filter(|_| never.worth(&learned(2.0), base, 300, 6, 0.0) > 0).count();
         assert_eq!(tries, 3, "one in {RETRY} is tried again");
         (0..60).for_each(|_| never.learn(1, 1));
         assert!(never.right > 0.9);

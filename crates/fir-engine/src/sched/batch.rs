@@ -1,0 +1,118 @@
+//! What a step is made of: how far each prompt goes, who reads a prefix together, and the batch that the model gets.
+
+use super::cost::Load;
+use super::group::{self, Member};
+use super::{CHUNK, Scheduler, Seq, SeqId, Step, Work};
+use crate::runner::{self, Batch, Shared};
+
+/// A step as the model takes it.
+#[derive(Debug, Default)]
+pub(crate) struct Built<'a> {
+    tokens: Vec<u32>,
+    seqs: Vec<runner::Seq<'a>>,
+    logits: Vec<u32>,
+    shared: Vec<Shared>,
+}
+
+impl Built<'_> {
+    pub(crate) fn batch(&self) -> Batch<'_> {
+        Batch { tokens: &self.tokens, seqs: &self.seqs, logits: &self.logits, shared: &self.shared }
+    }
+}
+
+impl Scheduler {
+    /// Deals the step's tokens out to prompts: half to the first in order, the rest to the shortest; so a long prompt
+    /// slows short ones down by no more than half, and they it.
+    pub(super) fn split(&self, most: usize, works: &mut Vec<Work>, load: &mut Load) {
+        let mut prompts: Vec<SeqId> = self.prefilling().collect();
+        prompts.sort_unstable_by_key(|&id| self.seq(id).place);
+        let Some((&first, others)) = prompts.split_first() else { return };
+        let mut others = others.to_vec();
+        others.sort_by_key(|&id| self.seq(id).pending());
+        let wanted: usize = others.iter().map(|&id| self.seq(id).pending()).sum();
+        let mut left = most;
+        let mut share = vec![(first, self.seq(first).pending().min(most - wanted.min(most / 2)))];
+        left -= share[0].1;
+        for &id in &others {
+            let take = self.seq(id).pending().min(left);
+            left -= take;
+            share.push((id, take));
+        }
+        share[0].1 += left.min(self.seq(first).pending() - share[0].1);
+        let alone = works.is_empty();
+        for (id, take) in share {
+            let seq = self.seq(id);
+            let mut new = take;
+            if new < seq.pending() {
+                new = self.cut(seq, take);
+                if new == 0 && alone && works.is_empty() {
+                    new = take;
+                }
+            }
+            if new > 0 {
+                let rows = usize::from(new == seq.pending());
+                *load = load.plus(Load::of(seq.computed, new, rows));
+                works.push(Work { id, new, rows });
+            }
+        }
+    }
+
+    /// Orders a step's parts so that those that share a prefix stand together.
+    pub(super) fn group(&self, works: Vec<Work>, load: Load) -> Step {
+        let read_flat = works.iter().map(|w| self.seq(w.id).computed + w.new).sum();
+        let mut step = Step { load, read_flat, read: read_flat, ..Step::default() };
+        if !self.limits.cascade || works.len() < 2 {
+            step.works = works;
+            return step;
+        }
+        let member = |w: &Work| {
+            let seq = self.seq(w.id);
+            Member { pages: &seq.pages, whole: seq.computed / self.limits.page_size }
+        };
+        let members: Vec<_> = works.iter().map(member).collect();
+        let (order, shared) = group::groups(&members, self.limits.page_size);
+        step.works = order.iter().map(|&i| works[i]).collect();
+        step.read -= shared.iter().map(|g| (g.count - 1) * g.len).sum::<usize>();
+        step.shared = shared;
+        step
+    }
+
+    /// How many of `most` tokens a prompt goes on by, if that is not all of it: to the end of a page, so that its nodes are
+    /// the tree's a step earlier, and so that neither this chunk nor what is left is shorter than [`CHUNK`].
+    fn cut(&self, seq: &Seq, most: usize) -> usize {
+        let whole_pages = |n: usize| n / self.limits.page_size * self.limits.page_size;
+        let mut end = whole_pages(seq.computed + most);
+        if end < seq.prompt {
+            end = whole_pages(end.min(seq.prompt.saturating_sub(CHUNK)));
+        }
+        let new = end.saturating_sub(seq.computed);
+        if new < CHUNK && seq.computed < seq.prompt { 0 } else { new }
+    }
+
+    /// The batch of a step. Tokens of a prompt are one sequence of it; those of an answer are one each, as they are when
+    /// they are drawn one by one: guesses and what is computed again then have the very bits of the first time. (A
+    /// layer stores the KV of all its tokens before it attends, so that each sees those before.)
+    pub(crate) fn batch<'a>(&'a self, step: &Step) -> Built<'a> {
+        let mut built = Built { tokens: Vec::with_capacity(step.load.tokens), ..Built::default() };
+        let mut starts = Vec::with_capacity(step.works.len() + 1);
+        for work in &step.works {
+            starts.push(built.seqs.len());
+            let seq = self.seq(work.id);
+            let (past, end) = (seq.computed, seq.computed + work.new);
+            built.tokens.extend(seq.tokens[past..].iter().chain(&seq.drafts).take(work.new));
+            built.logits.extend((built.tokens.len() - work.rows..built.tokens.len()).map(|row| row as u32));
+            let prompt = end.min(seq.prompt);
+            if prompt > past {
+                built.seqs.push(runner::Seq { new: prompt - past, past, pages: &seq.pages });
+            }
+            built.seqs.extend((past.max(prompt)..end).map(|past| runner::Seq { new: 1, past, pages: &seq.pages }));
+        }
+        starts.push(built.seqs.len());
+        built.shared.extend(step.shared.iter().map(|g| Shared {
+            first: starts[g.first],
+            count: starts[g.first + g.count] - starts[g.first],
+            len: g.len,
+        }));
+        built
+    }
+}
