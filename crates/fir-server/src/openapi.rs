@@ -84,6 +84,8 @@ fn document() -> Value {
     let mut settings = SchemaSettings::draft2020_12();
     settings.definitions_path = "/components/schemas".into();
     settings.meta_schema = None;
+    // What is read may leave fields out that what is written always has, and the other way round.
+    let answers = &mut SchemaGenerator::new(settings.clone().for_serialize());
     let types = &mut SchemaGenerator::new(settings);
     let common = schema::<Common>(types);
     let chat_body =
@@ -108,15 +110,15 @@ fn document() -> Value {
     let post = |summary, ok, body| json!({"post": operation(summary, ok, Some(json_body(body)), true)});
     let get = |summary, ok, guarded| json!({"get": operation(summary, ok, None, guarded)});
     let paths = json!({
-        "/v1/chat/completions": post("Answers a conversation", streamed("The answer", schema::<types::ChatCompletion>(types)), chat_body),
-        "/v1/completions": post("Continues texts", streamed("The continuations", schema::<types::Completion>(types)), text_body),
+        "/v1/chat/completions": post("Answers a conversation", streamed("The answer", schema::<types::ChatCompletion>(answers)), chat_body),
+        "/v1/completions": post("Continues texts", streamed("The continuations", schema::<types::Completion>(answers)), text_body),
         "/v1/responses": post("Answers a conversation with a list of items", streamed("The answer", response), response_body),
-        "/v1/embeddings": post("Turns texts into vectors", json_answer("The vectors", schema::<plain::Embeddings>(types)), embed),
-        "/tokenize": post("Turns a text into tokens", json_answer("The tokens", schema::<plain::Tokens>(types)), tokenize),
-        "/detokenize": post("Turns tokens into a text", json_answer("The text", schema::<plain::Detokenized>(types)), detokenize),
-        "/v1/models": get("Lists the models", json_answer("The models", schema::<plain::Models>(types)), true),
+        "/v1/embeddings": post("Turns texts into vectors", json_answer("The vectors", schema::<plain::Embeddings>(answers)), embed),
+        "/tokenize": post("Turns a text into tokens", json_answer("The tokens", schema::<plain::Tokens>(answers)), tokenize),
+        "/detokenize": post("Turns tokens into a text", json_answer("The text", schema::<plain::Detokenized>(answers)), detokenize),
+        "/v1/models": get("Lists the models", json_answer("The models", schema::<plain::Models>(answers)), true),
         "/v1/models/{model}": {
-            "get": operation("Describes a model", json_answer("The model", schema::<plain::ModelObject>(types)), None, true),
+            "get": operation("Describes a model", json_answer("The model", schema::<plain::ModelObject>(answers)), None, true),
             "parameters": [{"name": "model", "in": "path", "required": true, "schema": {"type": "string", "minLength": 1}}],
         },
         "/health": get("Whether the engine lives", text_answer("It does", "text/plain; charset=utf-8"), false),
@@ -124,13 +126,9 @@ fn document() -> Value {
         "/metrics": get("Counters for Prometheus", text_answer("The counters", "text/plain; version=0.0.4; charset=utf-8"), false),
         "/version": get("The version", json_answer("The version", json!({"type": "object", "required": ["version"]})), false),
     });
-    schema_into::<ErrorBody>(types, paths)
-}
-
-/// The whole document, with the components that `types` has gathered.
-fn schema_into<E: JsonSchema>(types: &mut SchemaGenerator, paths: Value) -> Value {
-    let error = schema::<E>(types);
+    let error = schema::<ErrorBody>(answers);
     let mut components = types.take_definitions(true);
+    components.extend(answers.take_definitions(true));
     components.insert("Error".into(), error);
     json!({
         "openapi": "3.1.0",

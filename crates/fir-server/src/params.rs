@@ -322,7 +322,7 @@ fn too_long(param: &str, found: usize, limits: &Limits) -> ApiError {
 
 /// A schema's text, if it is of a size that may be compiled.
 pub(crate) fn schema_text(param: &str, schema: &Value, limits: &Limits) -> Result<String> {
-    if !schema.is_object() && !schema.is_boolean() {
+    if !schema.is_object() {
         return Err(ApiError::invalid(param, format!("`{param}` must be a JSON schema: an object")));
     }
     let depth = depth(schema);

@@ -197,7 +197,10 @@ impl ChatRequest {
         }
         let max_tokens = match self.max_completion_tokens {
             None => ("max_tokens", self.max_tokens),
-            some => ("max_completion_tokens", some),
+            some => {
+                within("max_tokens", self.max_tokens.unwrap_or(1), 1, usize::MAX)?;
+                ("max_completion_tokens", some)
+            }
         };
         Ok(Conversation {
             messages: template_messages(self.messages)?,
