@@ -165,6 +165,7 @@ pub(crate) async fn handle(Shared(state): Shared<Arc<State>>, asked: Asked) -> R
     }
     let mut unused = String::new();
     while let Some(update) = generation.next().await {
+        unused.clear();
         let length = match update? {
             Update::Token { pieces, .. } => {
                 items.pieces(pieces, &mut unused);
