@@ -1,5 +1,6 @@
-//! The command line of fir: `fir generate` answers a prompt, `fir pull` fetches a model, `fir demo` shows the library at work in a terminal, `fir tune` fits it to a machine, `fir jit`
-//! compiles kernels ahead of their first use.
+//! The command line of fir: `fir generate` answers a prompt, `fir chat` talks, `fir serve` serves a model, `fir bench serve`
+//! measures that, `fir pull` fetches a model, `fir demo` shows the library at work in a terminal, `fir tune` fits it to a
+//! machine, `fir jit` compiles kernels ahead of their first use.
 #![forbid(unsafe_code)]
 
 mod cmd;
@@ -21,6 +22,11 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
+    /// Measures a running server
+    #[command(subcommand)]
+    Bench(Bench),
+    /// Talks with a model in the terminal
+    Chat(cmd::chat::Options),
     /// Plans, runs, checks and times a batch of requests that share a system prompt
     Demo(cmd::demo::Options),
     /// Answers a prompt with a model, fetched on first use
@@ -29,8 +35,16 @@ enum Command {
     Jit(cmd::jit::Options),
     /// Fetches a model and prints where it is
     Pull(cmd::pull::Options),
+    /// Serves a model to OpenAI's clients
+    Serve(cmd::serve::Options),
     /// Measures the kernels' block sizes on this machine and saves them
     Tune(cmd::tune::Options),
+}
+
+#[derive(Subcommand)]
+enum Bench {
+    /// Sends requests at random or recorded times and tells how long tokens took
+    Serve(cmd::bench_serve::Options),
 }
 
 fn main() -> anyhow::Result<ExitCode> {
@@ -40,10 +54,13 @@ fn main() -> anyhow::Result<ExitCode> {
         fir::jit::on_compile(|kernel, arch| eprintln!("compiling {kernel} for {arch}, once"));
     }
     let done = match command {
+        Command::Bench(Bench::Serve(options)) => cmd::bench_serve::run(&options, &mut stdout().lock()),
+        Command::Chat(options) => cmd::chat::run(&options, &mut stdout().lock()),
         Command::Demo(options) => cmd::demo::run(&options, style(), &mut stdout().lock()),
         Command::Generate(options) => cmd::generate::run(&options, &mut stdout().lock()),
         Command::Jit(options) => cmd::jit::run(&options, &mut stdout()),
         Command::Pull(options) => cmd::pull::run(&options, &mut stdout().lock()),
+        Command::Serve(options) => cmd::serve::run(&options, &mut stdout()),
         Command::Tune(options) => cmd::tune::run(&options, &mut stdout().lock()),
     };
     match done {

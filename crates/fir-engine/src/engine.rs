@@ -127,8 +127,10 @@ impl Engine {
             self.backend.step(&Batch { tokens: &tokens, seqs: &seqs, logits: &rows, shared: &[] })?;
             self.sched.cost.learn(sched::cost::Load::of(past, tokens.len(), 1), start.elapsed());
         }
-        if self.config.cascade && pages.len() > 1 {
-            let seqs = [Seq { new: 1, past: page_size, pages: &pages }; 2];
+        if self.config.cascade && pages.len() > 2 {
+            // The page before is shared; each writes into one of its own.
+            let tails = [[pages[0], pages[1]], [pages[0], pages[2]]];
+            let seqs = [0, 1].map(|i| Seq { new: 1, past: page_size, pages: &tails[i] });
             let shared = [Shared { first: 0, count: 2, len: page_size }];
             self.backend.step(&Batch { tokens: &[0, 0], seqs: &seqs, logits: &[0, 1], shared: &shared })?;
         }

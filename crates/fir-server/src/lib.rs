@@ -1,2 +1,39 @@
 //! An OpenAI-compatible server over the engine.
+//!
+//! | path | does |
+//! |---|---|
+//! | `/v1/chat/completions`, `/v1/completions`, `/v1/responses` | generate, at once or as server-sent events |
+//! | `/v1/embeddings`, `/v1/models`, `/tokenize`, `/detokenize` | vectors, names, tokens |
+//! | `/health`, `/ready`, `/metrics`, `/version`, `/openapi.json` | for those who run it |
+//! | `/` | a chat page |
+//!
+//! A request's road: [`Server`] accepts, `asked` checks key, type and size, the endpoint in `openai` makes it a request
+//! of the engine, `generation` hands back its events (and ends it when nobody listens), `parse` takes the text apart,
+//! `stream` writes it as it comes. An unknown field is an error, as a misspelt one would else be ignored in silence.
+//!
+//! An engine is a [`Backend`] ([`EngineBackend`] is the one of `fir-engine`); [`Server::bind`] listens before there is one and answers 503 until it is installed.
 #![forbid(unsafe_code)]
+
+mod asked;
+mod auth;
+mod backend;
+mod config;
+mod engine;
+mod error;
+mod generation;
+mod metrics;
+mod openai;
+mod openapi;
+mod params;
+mod parse;
+mod routes;
+mod serve;
+mod state;
+mod stream;
+
+pub use crate::{
+    backend::{Abort, Backend, ModelInfo, Sink, ToolFormat},
+    config::{Config, Limits},
+    engine::EngineBackend,
+    serve::{Installer, Server},
+};

@@ -7,6 +7,7 @@ mod bench_cpu;
 mod deny;
 mod gpu;
 mod nightly;
+mod server;
 mod step;
 mod test;
 
@@ -55,6 +56,12 @@ enum Command {
     Jit,
     /// Makes target/gpu-bundle: tests and benches to run on a machine with a GPU, a driver and NVRTC.
     GpuBundle,
+    /// Tries OpenAI's Python client and a fuzzer on the server; installs them from PyPI.
+    Server {
+        /// Also with the default model behind it.
+        #[arg(long)]
+        live: bool,
+    },
     /// Prints the size of every part of the library beside its budget.
     Lines,
 }
@@ -76,6 +83,7 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Deny => deny::run(),
         Command::Bench { op, update } => bench::run(op.as_deref(), update),
         Command::BenchCpu { filter, quick, update } => bench_cpu::run(filter.as_deref(), quick, update),
+        Command::Server { live } => server::run(live),
         Command::Fuzz { minutes } => nightly::fuzz(minutes),
         Command::Miri => nightly::miri(),
         Command::Asan => nightly::asan(),

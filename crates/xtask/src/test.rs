@@ -5,7 +5,7 @@ use std::time::Instant;
 use anyhow::{Result, bail};
 
 use crate::step::{Step, cargo, program, rust_files};
-use crate::{deny, gpu};
+use crate::{deny, gpu, server};
 
 /// Results of all the test binaries run so far.
 #[derive(Default)]
@@ -21,6 +21,8 @@ enum Action {
     Count(Step),
     /// As `Count`, of the JIT lane; its compiler is installed first.
     Jit,
+    /// Clients in Python against the server.
+    Server,
     Deny,
 }
 
@@ -29,7 +31,7 @@ enum Action {
 /// Kernels, benches and examples are built for the whole workspace in the test profile, as the tests are: with other packages or
 /// another profile the library would be compiled again, for minutes.
 fn steps() -> Result<Vec<(String, Action)>> {
-    use Action::{Count, Deny, Jit, Run};
+    use Action::{Count, Deny, Jit, Run, Server};
     let docs = cargo("doc --quiet --workspace --no-deps --all-features").env("RUSTDOCFLAGS", "-D warnings");
     let mut steps = vec![
         ("format", Run(cargo("fmt --all --check"))),
@@ -47,6 +49,7 @@ fn steps() -> Result<Vec<(String, Action)>> {
         steps.push((example, Run(program(&format!("{}/debug/examples/{example}", target()), ""))));
     }
     steps.push(("demo", Run(cargo("run --release -- demo --quick"))));
+    steps.push(("clients of the server", Server));
     steps.push(("dependencies", Deny));
     Ok(steps.into_iter().map(|(name, action)| (name.to_owned(), action)).collect())
 }
@@ -67,6 +70,7 @@ pub(crate) fn run() -> Result<()> {
             Action::Run(step) => step.run(),
             Action::Count(step) => counted(step, &mut tally),
             Action::Jit => gpu::jit().and_then(|step| counted(step, &mut tally)),
+            Action::Server => server::run(true),
             Action::Deny => deny::run(),
         };
         println!("== {} after {:.1} s", if result.is_ok() { "ok" } else { "FAILED" }, start.elapsed().as_secs_f64());

@@ -1,0 +1,170 @@
+//! `fir chat`: a conversation in the terminal.
+
+use std::io::{BufRead, IsTerminal, Write, stderr, stdin};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::channel;
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use clap::Args;
+use fir_engine::{Event, Request, Sampling};
+use fir_server::Backend;
+use serde_json::{Map, Value, json};
+
+use super::engine::start;
+use super::serve::defaults;
+use super::settings::{Settings, resolve};
+
+/// Options of `fir chat`.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct Options {
+    /// A GGUF file, a folder of safetensors, pypi:PACKAGE or hf:ORG/REPO
+    model: Option<String>,
+    /// What the model is told beforehand
+    #[arg(long)]
+    system: Option<String>,
+    /// At most so many tokens of an answer
+    #[arg(long, default_value_t = 1024)]
+    max_tokens: usize,
+    /// 0 takes the likeliest token
+    #[arg(long, default_value_t = 0.7)]
+    temperature: f32,
+    /// Of the likeliest tokens, those that together have this probability
+    #[arg(long, default_value_t = 0.9)]
+    top_p: f32,
+    /// The same seed gives the same answers
+    #[arg(long)]
+    seed: Option<u64>,
+    /// A TOML file with settings of the engine
+    #[arg(long)]
+    config: Option<PathBuf>,
+}
+
+const HELP: &str =
+    "/reset begins anew, /system TEXT sets what the model is told, /exit or Ctrl-D ends; Ctrl-C stops an answer";
+
+pub(crate) fn run(options: &Options, out: &mut impl Write) -> Result<bool> {
+    let flags = Settings { model: options.model.clone(), ..Settings::default() };
+    let settings = resolve(&flags, options.config.as_deref(), &defaults())?.settings;
+    let backend = start(&settings)?;
+    let stopped = Arc::new(AtomicBool::new(false));
+    let flag = stopped.clone();
+    let answering = Arc::new(AtomicBool::new(false));
+    let busy = answering.clone();
+    ctrlc::set_handler(move || {
+        // Between answers there is nothing to stop but the program.
+        if !busy.load(Ordering::SeqCst) {
+            std::process::exit(130);
+        }
+        flag.store(true, Ordering::SeqCst);
+    })?;
+    let prompt = stdin().is_terminal() && stderr().is_terminal();
+    if prompt {
+        eprintln!("{}: {HELP}", backend.model().id);
+    }
+    let mut chat = Chat { options, system: options.system.clone(), messages: Vec::new() };
+    loop {
+        if prompt {
+            eprint!("\n> ");
+        }
+        let mut line = String::new();
+        if stdin().lock().read_line(&mut line)? == 0 {
+            return Ok(true);
+        }
+        match line.trim() {
+            "" => {}
+            "/exit" | "/quit" => return Ok(true),
+            "/help" => eprintln!("{HELP}"),
+            "/reset" => chat.messages.clear(),
+            line if line.starts_with("/system") => {
+                chat.system = Some(line["/system".len()..].trim().to_owned()).filter(|s| !s.is_empty());
+                chat.messages.clear();
+            }
+            line if line.starts_with('/') => eprintln!("`{line}` is no command; {HELP}"),
+            line => {
+                stopped.store(false, Ordering::SeqCst);
+                answering.store(true, Ordering::SeqCst);
+                let answered = chat.answer(backend.as_ref(), line, &stopped, out);
+                answering.store(false, Ordering::SeqCst);
+                match answered {
+                    Ok(summary) if prompt => eprintln!("{summary}"),
+                    Ok(_) => {}
+                    // A refused message is not part of the conversation; the next may do better.
+                    Err(e) if e.downcast_ref::<fir_engine::Error>().is_some() => eprintln!("{e}"),
+                    Err(e) => return Err(e),
+                }
+            }
+        }
+    }
+}
+
+struct Chat<'a> {
+    options: &'a Options,
+    system: Option<String>,
+    messages: Vec<Value>,
+}
+
+impl Chat<'_> {
+    /// Streams the answer to `line`, and takes both into the conversation.
+    fn answer(
+        &mut self,
+        backend: &dyn Backend,
+        line: &str,
+        stopped: &AtomicBool,
+        out: &mut impl Write,
+    ) -> Result<String> {
+        let user = json!({"role": "user", "content": line});
+        let system = self.system.as_ref().map(|s| json!({"role": "system", "content": s}));
+        let all: Vec<Value> = system.into_iter().chain(self.messages.iter().cloned()).chain([user.clone()]).collect();
+        let text = backend.render(&Value::Array(all), None, true, &Map::new())?;
+        let prompt = backend.encode(&text, false)?;
+        let room = backend.model().context.saturating_sub(prompt.len());
+        let Options { temperature, top_p, seed, max_tokens, .. } = *self.options;
+        let sampling = Sampling { temperature, top_p, seed, max_tokens: max_tokens.min(room), ..Sampling::default() };
+        let request = Request { prompt, sampling, n: 1, priority: 0, deadline: None, salt: 0 };
+        let (sender, events) = channel();
+        let begin = Instant::now();
+        let abort = backend.submit(request, Box::new(move |event| sender.send(event).is_ok()))?;
+        let (mut answer, mut first, mut count) = (String::new(), None, 0usize);
+        let mut aborted = false;
+        let usage = loop {
+            if stopped.load(Ordering::SeqCst) && !aborted {
+                abort();
+                aborted = true;
+            }
+            let event = match events.recv_timeout(Duration::from_millis(20)) {
+                Ok(event) => event,
+                Err(std::sync::mpsc::RecvTimeoutError::Timeout) => continue,
+                Err(_) => break None,
+            };
+            match event {
+                Event::Token { text, .. } => {
+                    first.get_or_insert_with(Instant::now);
+                    count += 1;
+                    write!(out, "{text}")?;
+                    out.flush()?;
+                    answer += &text;
+                }
+                Event::Finished { text, usage, .. } => {
+                    writeln!(out, "{text}")?;
+                    answer += &text;
+                    break Some(usage);
+                }
+                Event::Failed(why) => return Err(fir_engine::Error::Stopped(why).into()),
+            }
+        };
+        self.messages.extend([user, json!({"role": "assistant", "content": answer})]);
+        let first = first.unwrap_or(begin);
+        let usage = usage.unwrap_or_default();
+        let rate = count.saturating_sub(1) as f64 / first.elapsed().as_secs_f64().max(1e-9);
+        Ok(format!(
+            "[{count} tokens at {rate:.0}/s, the first after {:.0} ms; {} of {} prompt tokens were cached{}]",
+            (first - begin).as_secs_f64() * 1e3,
+            usage.cached,
+            usage.prompt,
+            if aborted { "; stopped" } else { "" }
+        ))
+    }
+}
