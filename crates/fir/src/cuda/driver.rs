@@ -475,14 +475,15 @@ impl Buffer {
         &self.stream
     }
 
-    /// Sets every byte.
-    pub(crate) fn fill(&self, byte: u8) -> Result<()> {
-        if self.len == 0 {
+    /// Sets the first `len` bytes.
+    pub(crate) fn fill(&self, byte: u8, len: usize) -> Result<()> {
+        self.check(0, len)?;
+        if len == 0 {
             return Ok(());
         }
         let context = self.stream.context();
         let _current = context.enter()?;
-        call!(context.api, cuMemsetD8Async(self.address, byte, self.len, self.stream.0.raw))
+        call!(context.api, cuMemsetD8Async(self.address, byte, len, self.stream.0.raw))
     }
 
     /// Copies `bytes` to `at`. They must not change until the stream was waited for: pinned memory is read later.

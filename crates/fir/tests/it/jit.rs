@@ -22,6 +22,8 @@ const BUDGETS: &[(&str, u32, u32)] = &[
     ("attention/merge", 64, 0),
     // Not made for speed.
     ("attention/plain", 255, 0),
+    // 128 accumulators and 64 scores; two blocks of 128 threads have registers for 255 each.
+    ("attention/prefill", 255, 0),
     ("norm", 64, 0),
     ("page", 32, 0),
     ("quantize", 128, 0),
