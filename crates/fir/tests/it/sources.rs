@@ -9,10 +9,10 @@ const FENCE: &[&str] =
 
 /// Parts of the library that share a budget of lines, tests not counted. Raising one is a commit of its own.
 const BUDGETS: &[(&[&str], usize)] = &[
-    (&["tensor", "kv", "variant", "plan"], 6_900),
+    (&["tensor", "kv", "variant", "plan"], 7_100),
     (&["ops", "reference", "testing"], 8_800),
     (&["cpu"], 12_100),
-    (&["cuda"], 6_300),
+    (&["cuda"], 6_800),
 ];
 
 /// Files above this many lines are printed: there is probably a second noun in them.
