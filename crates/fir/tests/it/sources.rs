@@ -4,8 +4,15 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Files in which `unsafe` may stand.
-const FENCE: &[&str] =
-    &["cpu/arch/", "cpu/pool.rs", "cuda/driver.rs", "cuda/nvrtc.rs", "tensor/foreign.rs", "tensor/foreign/"];
+const FENCE: &[&str] = &[
+    "cpu/arch/",
+    "cpu/pool.rs",
+    "cuda/driver.rs",
+    "cuda/driver/",
+    "cuda/nvrtc.rs",
+    "tensor/foreign.rs",
+    "tensor/foreign/",
+];
 
 /// Parts of the library that share a budget of lines, tests not counted. Raising one is a commit of its own.
 const BUDGETS: &[(&[&str], usize)] = &[
