@@ -21,6 +21,9 @@ fn main() -> fir::Result<()> {
 
 #[cfg(feature = "cuda")]
 mod gpu {
+    mod attention;
+    mod sampling;
+
     use std::time::Instant;
 
     use fir::exec::{Gpu, Stream};
@@ -35,14 +38,14 @@ mod gpu {
     const SAMPLES: usize = 100;
     const EPS: f32 = 1e-6;
     /// Rows and columns of the element-wise cases, each with our goal and FlashInfer's time in µs.
-    type Sizes = [([usize; 2], f64, f64); 3];
-    const RMS_NORM: Sizes = [([64, 4096], 3.5, 6.2), ([4096, 4096], 18.0, 27.7), ([8192, 8192], 68.0, 101.7)];
-    const FUSED_ADD: Sizes = [([64, 4096], 4.0, 5.7), ([4096, 4096], 34.0, 39.0), ([8192, 8192], 130.0, 138.0)];
-    const SILU: Sizes = [([64, 4096], 4.0, 6.2), ([4096, 4096], 26.0, 30.1), ([8192, 8192], 96.0, 99.4)];
+    type Sizes = [([usize; 2], f64, &'static str); 3];
+    const RMS_NORM: Sizes = [([64, 4096], 3.5, "6.2"), ([4096, 4096], 18.0, "27.7"), ([8192, 8192], 68.0, "101.7")];
+    const FUSED_ADD: Sizes = [([64, 4096], 4.0, "5.7"), ([4096, 4096], 34.0, "39.0"), ([8192, 8192], 130.0, "138.0")];
+    const SILU: Sizes = [([64, 4096], 4.0, "6.2"), ([4096, 4096], 26.0, "30.1"), ([8192, 8192], 96.0, "99.4")];
 
     /// Tokens, each with our goal and FlashInfer's time in µs; 32 query heads and 8 key heads of 128.
-    const ROPE: [(usize, f64, f64); 2] = [(4096, 22.0, 38.6), (16_384, 84.0, 97.4)];
-    const APPEND: [(usize, f64, f64); 2] = [(64, 4.0, 6.9), (16_384, 34.0, 41.1)];
+    const ROPE: [(usize, f64, &'static str); 2] = [(4096, 22.0, "38.6"), (16_384, 84.0, "97.4")];
+    const APPEND: [(usize, f64, &'static str); 2] = [(64, 4.0, "6.9"), (16_384, 34.0, "41.1")];
 
     pub(crate) fn main() -> Result<()> {
         let gpu = match Gpu::new(0) {
@@ -55,7 +58,8 @@ mod gpu {
         };
         let filter = std::env::args().skip(1).find(|a| !a.starts_with("--")).unwrap_or_default();
         println!("{gpu:?}\n");
-        println!("| case | first call ms | µs | GB/s | goal µs | best peer µs | goal |\n|---|---|---|---|---|---|---|");
+        println!("µs; TFLOP/s where a goal is in them. `first`: ms of the first call, what it compiles included.\n");
+        println!("| case | first | µs | rate | goal | best peer | |\n|---|--:|--:|--:|--:|--:|---|");
         let suite = Suite { exec: Exec::Cuda(gpu.clone()), gpu, filter };
         for (shape, goal, peer) in RMS_NORM {
             suite.rms_norm(shape, goal, peer)?;
@@ -72,7 +76,23 @@ mod gpu {
         for (tokens, goal, peer) in APPEND {
             suite.append(tokens, goal, peer)?;
         }
-        suite.bench("nothing", 0, 0.0, 0.0, || Ok(()), || Ok(()))
+        attention::run(&suite)?;
+        sampling::run(&suite)?;
+        suite.bench("nothing", Work::Bytes(0), Goal::Us(0.0), "", || Ok(()), || Ok(()))
+    }
+
+    /// What a call does, for its rate.
+    #[derive(Clone, Copy)]
+    enum Work {
+        Bytes(usize),
+        Flops(f64),
+    }
+
+    #[derive(Clone, Copy)]
+    enum Goal {
+        Us(f64),
+        /// With [`Work::Flops`] alone.
+        Tflops(f64),
     }
 
     struct Suite {
@@ -91,21 +111,33 @@ mod gpu {
             Ok((host.to_device(&self.gpu)?, host))
         }
 
-        fn rms_norm(&self, [rows, hidden]: [usize; 2], goal: f64, peer: f64) -> Result<()> {
+        /// Random numbers of any type, not on the device: two million again and again.
+        fn repeated(&self, seed: u64, dtype: DType, shape: &[usize]) -> Result<Tensor> {
+            // An odd number, so that heads and tokens do not repeat together.
+            let numbers = Tensor::from_f32(dtype, &Rng::new(seed).normals((1 << 21) - 1), &[(1 << 21) - 1])?;
+            let mut all = Tensor::zeros(dtype, shape)?;
+            match dtype {
+                DType::E4M3 => fill(all.as_mut_slice::<fir::tensor::E4m3>()?, numbers.as_slice()?),
+                _ => fill(all.as_mut_slice::<half::bf16>()?, numbers.as_slice()?),
+            }
+            Ok(all)
+        }
+
+        fn rms_norm(&self, [rows, hidden]: [usize; 2], goal: f64, peer: &'static str) -> Result<()> {
             let (x, x_host) = self.random(1, &[rows, hidden])?;
             let (w, w_host) = self.random(2, &[hidden])?;
             let out = std::cell::RefCell::new(self.gpu.zeros(DType::BF16, &[rows, hidden])?);
             self.bench(
                 &format!("rms_norm bf16 {rows} × {hidden}"),
-                2 * 2 * rows * hidden,
-                goal,
+                Work::Bytes(2 * 2 * rows * hidden),
+                Goal::Us(goal),
                 peer,
                 || norm::rms_norm(&self.exec, x.view(), w.view(), EPS, out.borrow_mut().view_mut()),
                 || check(&out.borrow(), hidden, &x_host, |p, x| reference::norm::rms_norm(p, x, w_host.view(), EPS)),
             )
         }
 
-        fn fused_add(&self, [rows, hidden]: [usize; 2], goal: f64, peer: f64) -> Result<()> {
+        fn fused_add(&self, [rows, hidden]: [usize; 2], goal: f64, peer: &'static str) -> Result<()> {
             let (x, x_host) = self.random(1, &[rows, hidden])?;
             let (w, w_host) = self.random(2, &[hidden])?;
             // The sum with nothing is x, so that the result may be checked after one call.
@@ -113,8 +145,8 @@ mod gpu {
             let x = std::cell::RefCell::new(x);
             self.bench(
                 &format!("fused_add_rms_norm bf16 {rows} × {hidden}"),
-                4 * 2 * rows * hidden,
-                goal,
+                Work::Bytes(4 * 2 * rows * hidden),
+                Goal::Us(goal),
                 peer,
                 || {
                     let (mut x, mut residual) = (x.borrow_mut(), residual.borrow_mut());
@@ -124,20 +156,20 @@ mod gpu {
             )
         }
 
-        fn silu(&self, [rows, d]: [usize; 2], goal: f64, peer: f64) -> Result<()> {
+        fn silu(&self, [rows, d]: [usize; 2], goal: f64, peer: &'static str) -> Result<()> {
             let (x, x_host) = self.random(1, &[rows, 2 * d])?;
             let out = std::cell::RefCell::new(self.gpu.zeros(DType::BF16, &[rows, d])?);
             self.bench(
                 &format!("silu_and_mul bf16 {rows} × {d}"),
-                3 * 2 * rows * d,
-                goal,
+                Work::Bytes(3 * 2 * rows * d),
+                Goal::Us(goal),
                 peer,
                 || activation::silu_and_mul(&self.exec, x.view(), out.borrow_mut().view_mut()),
                 || check(&out.borrow(), d, &x_host, reference::activation::silu_and_mul),
             )
         }
 
-        fn rope(&self, tokens: usize, goal: f64, peer: f64) -> Result<()> {
+        fn rope(&self, tokens: usize, goal: f64, peer: &'static str) -> Result<()> {
             let (q, q_host) = self.random(1, &[tokens, 32, 128])?;
             let (k, _) = self.random(2, &[tokens, 8, 128])?;
             let [q_out, k_out] = [q.clone(), k.clone()].map(std::cell::RefCell::new);
@@ -146,8 +178,8 @@ mod gpu {
             let at = Tensor::from_slice(&positions, &[tokens])?.to_device(&self.gpu)?;
             self.bench(
                 &format!("apply_rope bf16 {tokens} × (32 + 8) × 128"),
-                2 * 2 * tokens * 40 * 128,
-                goal,
+                Work::Bytes(2 * 2 * tokens * 40 * 128),
+                Goal::Us(goal),
                 peer,
                 || {
                     let (mut q_out, mut k_out) = (q_out.borrow_mut(), k_out.borrow_mut());
@@ -162,7 +194,7 @@ mod gpu {
             )
         }
 
-        fn append(&self, tokens: usize, goal: f64, peer: f64) -> Result<()> {
+        fn append(&self, tokens: usize, goal: f64, peer: &'static str) -> Result<()> {
             const PAGE: usize = 16;
             let (k, k_host) = self.random(1, &[tokens, 8, 128])?;
             let pages = 2 * tokens.div_ceil(PAGE);
@@ -177,8 +209,8 @@ mod gpu {
             let slots = Tensor::from_slice(&slots, &[tokens])?.to_device(&self.gpu)?;
             self.bench(
                 &format!("append_paged_kv bf16 {tokens} × 8 × 128"),
-                2 * 2 * 2 * tokens * 8 * 128,
-                goal,
+                Work::Bytes(2 * 2 * 2 * tokens * 8 * 128),
+                Goal::Us(goal),
                 peer,
                 || {
                     let (mut k_cache, mut v_cache) = (k_cache.borrow_mut(), v_cache.borrow_mut());
@@ -198,30 +230,55 @@ mod gpu {
             )
         }
 
+        /// Whether the filter of the command line has it.
+        fn wants(&self, name: &str) -> bool {
+            // A family is wanted for each of its cases.
+            name.contains(&self.filter) || (self.filter.starts_with(name) && !name.is_empty())
+        }
+
         fn bench(
             &self,
             name: &str,
-            bytes: usize,
-            goal: f64,
-            peer: f64,
+            work: Work,
+            goal: Goal,
+            peer: &'static str,
             run: impl Fn() -> Result<()>,
             check: impl Fn() -> Result<()>,
         ) -> Result<()> {
-            if !name.contains(&self.filter) {
+            if !self.wants(name) {
                 return Ok(());
             }
             let start = Instant::now();
             run()?;
             self.gpu.synchronize()?;
             let first = start.elapsed().as_secs_f64() * 1e3;
-            check()?;
+            // A wrong result is a row that says so: the others are wanted all the same.
+            if let Err(e) = check() {
+                println!("| {name} | {first:.1} | wrong: {e} |");
+                return Ok(());
+            }
             let mut times = (0..SAMPLES).map(|_| self.sample(&run)).collect::<Result<Vec<_>>>()?;
             times.sort_by(f64::total_cmp);
             let us = times[SAMPLES / 2];
-            let verdict = if us <= goal { "reached" } else { "missed" };
-            let rate = bytes as f64 / us / 1e3;
-            println!("| {name} | {first:.1} | {us:.2} | {rate:.0} | {goal} | {peer} | {verdict} |");
+            let (rate, shown) = match work {
+                Work::Bytes(n) => (n as f64 / us / 1e3, format!("{:.0} GB/s", n as f64 / us / 1e3)),
+                Work::Flops(n) => (n / us / 1e6, format!("{:.0} TFLOP/s", n / us / 1e6)),
+            };
+            match goal {
+                Goal::Us(goal) => self.row(name, Some(first), us, &shown, goal, peer),
+                Goal::Tflops(goal) => {
+                    let verdict = if rate >= goal { "reached" } else { "missed" };
+                    println!("| {name} | {first:.1} | {us:.2} | {shown} | {goal} TFLOP/s | {peer} | {verdict} |");
+                }
+            }
             Ok(())
+        }
+
+        /// Prints a row whose goal is a time.
+        fn row(&self, name: &str, first: Option<f64>, time: f64, rate: &str, goal: f64, peer: &str) {
+            let verdict = if time <= goal { "reached" } else { "missed" };
+            let first = first.map_or(String::new(), |ms| format!("{ms:.1}"));
+            println!("| {name} | {first} | {time:.2} | {rate} | {goal} | {peer} | {verdict} |");
         }
 
         /// Microseconds of one call.
@@ -232,6 +289,10 @@ mod gpu {
             run()?;
             Ok(f64::from(stream.record()?.since(&before)?) * 1e3)
         }
+    }
+
+    fn fill<T: Copy>(to: &mut [T], from: &[T]) {
+        to.chunks_mut(from.len()).for_each(|part| part.copy_from_slice(&from[..part.len()]));
     }
 
     /// Compares the first and the last rows of `got` with the reference's of those rows of `x`.

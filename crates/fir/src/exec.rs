@@ -3,7 +3,7 @@
 pub use crate::cpu::{exec::Cpu, level::Level, tuning::Tuning};
 #[cfg(feature = "cuda")]
 pub use crate::cuda::{
-    driver::{Event, Properties, Stream},
+    driver::{Event, Graph, Properties, Stream},
     dry::Launch,
     exec::Gpu,
     jit::Arch,

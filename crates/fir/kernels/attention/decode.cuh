@@ -20,26 +20,10 @@
 // writes out, lse of whole units and of merged ones; partial_o, partial_md of parts; counters end as they began
 // twins  src/cpu/attention/, src/reference/attention.rs, src/plan/schedule.rs
 #pragma once
-#include <fir/attention/paged_kv.cuh>
-#include <fir/attention/softmax.cuh>
-#include <fir/attention/state.cuh>
-#include <fir/attention/variant.cuh>
+#include <fir/attention/finite.cuh>
+#include <fir/attention/params.cuh>
 
 namespace fir {
-
-template <class Variant>
-struct DecodeParams {
-  const unsigned char* q;
-  /// Strides of tokens and heads in bytes, multiples of 16.
-  long long q_token, q_head;
-  const WorkItem* items;
-  OutParams out;
-  KvPool kv;
-  float sm_scale;
-  /// Query heads per KV head.
-  int group;
-  typename Variant::Params variant;
-};
 
 /// How a lane's numbers lie in the mma operands, by the bits of a KV element. A lane holds `kPerLane` neighbours
 /// (4 bytes' worth) of each `4 kPerLane` elements: elements kPerLane q + i.
@@ -150,7 +134,7 @@ struct DecodeLoader {
   /// Page ids per lane: of rows 32 i + lane, or of runs, the same in all lanes.
   static constexpr int kEntries = C::kRun > 1 ? C::kTile / C::kRun : (C::kTile + 31) / 32;
   using Variant = typename C::Variant;
-  const DecodeParams<Variant>& p;
+  const AttentionParams<Variant>& p;
   unsigned ring;
   int2* desc;
   /// Lane i < 16 holds word i of the item, and of the one after it.
@@ -159,7 +143,7 @@ struct DecodeLoader {
   int entries[kEntries];
   bool more;
 
-  __device__ __forceinline__ DecodeLoader(const DecodeParams<Variant>& p, unsigned ring, int2* desc) : p(p), ring(ring), desc(desc) {}
+  __device__ __forceinline__ DecodeLoader(const AttentionParams<Variant>& p, unsigned ring, int2* desc) : p(p), ring(ring), desc(desc) {}
 
   __device__ __forceinline__ static int lane() { return threadIdx.x & 31; }
   __device__ __forceinline__ static int warp() { return __shfl_sync(~0u, threadIdx.x >> 5, 0); }
@@ -214,6 +198,7 @@ struct DecodeLoader {
 
   /// Whether any row of the unit sees any position of the tile: tiles that none sees are not read.
   __device__ __forceinline__ bool visible() const {
+    if (pos + C::kTile <= word(15)) return true;
     WorkItem w;
     w.request = word(0), w.q_start = word(1), w.tokens = word(2), w.q_idx = word(3), w.q_len = word(4), w.kv_len = word(5);
     const int base = word(14), rows = w.tokens * p.group;
@@ -289,7 +274,7 @@ struct DecodeLoader {
 /// q's rows as the A operand; rows that are not there are zero. For f16 products of other types each row is scaled
 /// by a power of two to below 2, so that nothing overflows; `factor` undoes it.
 template <class C>
-__device__ __forceinline__ void load_queries(const DecodeParams<typename C::Variant>& p, const WorkItem& w, int head, const unsigned long long* turns,
+__device__ __forceinline__ void load_queries(const AttentionParams<typename C::Variant>& p, const WorkItem& w, int head, const unsigned long long* turns,
                                              unsigned (&a)[C::kSteps][4], float (&factor)[2]) {
   using F = Fragment<C::Kv::kBits>;
   constexpr int kGroups = C::kDimQk / F::kGroup, kPer = F::kPerLane;
@@ -440,31 +425,6 @@ __device__ __forceinline__ void scores(unsigned tile, unsigned scales, const uns
   }
 }
 
-/// Sets to 0 the values (and their scales) of positions that no row of the warp's tile sees. `seen[t]`: bit i of a lane is
-/// position 8 t + 2 (lane % 4) + i.
-template <class C>
-__device__ __forceinline__ void hide_values(unsigned char* values, const unsigned (&seen)[C::kTile / 8]) {
-  const int lane = threadIdx.x & 31;
-  for (int t = 0; t < C::kTile / 8; ++t) {
-    unsigned bits = 0;  // of 8 positions
-#pragma unroll
-    for (int j = 0; j < C::kTile / 8; ++j) bits = j == t ? seen[j] : bits;
-    bits <<= 2 * (lane & 3);
-#pragma unroll
-    for (int x = 1; x < 32; x *= 2) bits |= __shfl_xor_sync(~0u, bits, x);
-    for (int i = 0; i < 8; ++i) {
-      if (bits >> i & 1) continue;
-      const int row = 8 * t + i;
-      for (int c = lane; c < C::kVChunks; c += 32) reinterpret_cast<uint4*>(values)[row * C::kVChunks + c] = make_uint4(0, 0, 0, 0);
-      if constexpr (C::kScaled) {
-        unsigned char* scales = values + C::kVBytes + C::kTile * C::kKScale + row * C::kVScale;
-        if (lane < C::kVScale) scales[lane] = 0;
-      }
-    }
-  }
-  __syncwarp();
-}
-
 /// o += weights . v
 template <class C>
 __device__ __forceinline__ void accumulate(unsigned tile, unsigned scales, const float (&s)[C::kTile / 8][4], float (&o)[C::kDimVo / 8][4]) {
@@ -532,7 +492,7 @@ __device__ __forceinline__ void accumulate(unsigned tile, unsigned scales, const
 }
 
 template <class C, int kMinBlocks>
-__global__ void __launch_bounds__(C::kThreads, kMinBlocks) decode(const __grid_constant__ DecodeParams<typename C::Variant> p) {
+__global__ void __launch_bounds__(C::kThreads, kMinBlocks) decode(const __grid_constant__ AttentionParams<typename C::Variant> p) {
   using V = typename C::Variant;
   using F = Fragment<C::Kv::kBits>;
   extern __shared__ __align__(128) unsigned char shared[];
@@ -610,8 +570,6 @@ __global__ void __launch_bounds__(C::kThreads, kMinBlocks) decode(const __grid_c
         float s[C::kTile / 8][4];
         scores<C>(at, at + C::kKBytes + C::kVBytes, a, q_shared, s);
         const bool tail = tile.y + C::kTile > w.kv_end;
-        bool unseen = false;
-        unsigned by_rows[C::kTile / 8] = {};  // bit i: a row of this lane sees position 8 t + 2 (lane % 4) + i
 #pragma unroll
         for (int t = 0; t < C::kTile / 8; ++t) {
 #pragma unroll
@@ -620,18 +578,22 @@ __global__ void __launch_bounds__(C::kThreads, kMinBlocks) decode(const __grid_c
             float x = s[t][i] * factor[i >> 1];
             if constexpr (V::kHasKey) x *= V::key_scale(p.variant, w.request, w.kv_len, kv_pos, head);
             if constexpr (V::kHasLogits) x = context[i >> 1].template logits<V>(p.variant, x, kv_pos) * (V::kSoftmax ? kLog2e : 1.0f);
-            bool seen = !tail || kv < w.kv_end;
-            if constexpr (V::kHasMask) {
-              seen = seen && context[i >> 1].template mask<V>(p.variant, kv_pos);
-              unseen |= !seen;
-              by_rows[t] |= unsigned(seen) << (i & 1);
-            }
-            s[t][i] = seen ? x : (V::kSoftmax ? neg_inf() : 0.0f);
+            s[t][i] = !tail || kv < w.kv_end ? x : (V::kSoftmax ? neg_inf() : 0.0f);
           }
         }
+        bool mixed = false;
         if constexpr (V::kHasMask) {
-          // A weight of 0 times a value of inf or NaN is NaN: values of positions that no row sees become 0.
-          if (__any_sync(~0u, unseen)) hide_values<C>(ring + slot * C::kStageBytes + C::kKBytes, by_rows);
+          if (tile.y + C::kTile > w.full_end) {
+#pragma unroll
+            for (int t = 0; t < C::kTile / 8; ++t) {
+#pragma unroll
+              for (int i = 0; i < 4; ++i) {
+                const int kv_pos = w.kv_base + tile.y + 8 * t + 2 * (lane & 3) + (i & 1);
+                if (!context[i >> 1].template mask<V>(p.variant, kv_pos)) s[t][i] = V::kSoftmax ? neg_inf() : 0.0f, mixed = true;
+              }
+            }
+            mixed = __any_sync(~0u, mixed);
+          }
         }
         if constexpr (V::kSoftmax) softmax.step(s, o);
         if constexpr (V::kHasValue) {
@@ -642,6 +604,18 @@ __global__ void __launch_bounds__(C::kThreads, kMinBlocks) decode(const __grid_c
               const float x = V::value_scale(p.variant, w.request, w.kv_len, w.kv_base + tile.y + 8 * t + 2 * (lane & 3) + i, head);
               // A weight of 0 stays 0, whatever the scale of a position that nobody sees.
               s[t][i] = s[t][i] == 0.0f ? 0.0f : s[t][i] * x, s[t][i + 2] = s[t][i + 2] == 0.0f ? 0.0f : s[t][i + 2] * x;
+            }
+          }
+        }
+        if constexpr (V::kHasMask) {
+          if (mixed) {
+            unsigned char* values = ring + slot * C::kStageBytes + C::kKBytes;
+            const ValueTile<typename C::Kv, C::kTile, C::kVChunks> v{values, values + C::kVBytes + C::kTile * C::kKScale};
+            if (__any_sync(~0u, v.template strange<32>(lane))) {
+              v.template add<1, C::kDimVo / 8>(&o[0][0], &s[0][0], [](float x, int, int, int) { return x; });
+              __syncwarp();
+              v.template clear<32>(lane);
+              __syncwarp();
             }
           }
         }

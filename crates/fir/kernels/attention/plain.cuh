@@ -15,7 +15,7 @@
 // writes as decode.cuh
 // twins  src/cpu/attention/, src/reference/attention.rs
 #pragma once
-#include <fir/attention/decode.cuh>
+#include <fir/attention/params.cuh>
 
 namespace fir {
 
@@ -34,7 +34,7 @@ struct PlainParams {
   /// What q_pe is multiplied by beside the scale of all scores.
   float pe_factor;
   int q_type, kv_type;
-  DecodeParams<Variant> decode;
+  AttentionParams<Variant> common;
 };
 
 /// Element `i` of a row.
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(128, 1) plain(const __grid_constant__ PlainPar
   __shared__ unsigned long long turns[QRope::kOn || KRope::kOn ? kMaxDim : 1];
   __shared__ int flag;
   extern __shared__ __align__(16) float q[];
-  const DecodeParams<V>& p = all.decode;
+  const AttentionParams<V>& p = all.common;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, dim_vo = p.kv.dim_vo, dim_1 = p.kv.dim_qk, dim = dim_1 + all.dim_pe;
   float *m = state[0], *d = state[1], *factor = state[2];
 

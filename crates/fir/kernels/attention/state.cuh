@@ -1,7 +1,7 @@
 // state.cuh: the work list, attention states in parts, and how a row ends.
 //
-// A unit of work is one KV head of one item: up to 16 query rows (row = token * group + head in the group) against the
-// positions kv_start..kv_end. A whole unit writes its output. A part leaves (o, m, d), not normalised, in scratch; the
+// A unit of work is one KV head of one item: query rows (row = token * group + head in the group) against the positions
+// kv_start..kv_end. A whole unit writes its output. A part leaves (o, m, d), not normalised, in scratch; the
 // block that brings the last part of a head merges them all, in the order of the parts, so the bits do not depend on
 // who was last. Nobody waits for anybody.
 //
@@ -15,11 +15,12 @@
 
 namespace fir {
 
-/// One worker's work on one query tile; 64 bytes. Worker b starts with items[b] and follows `next`.
+/// One worker's work on one query tile; 64 bytes. Worker b starts with items[b] and follows `next`; prefill.cuh takes
+/// heads of items from a queue instead.
 struct WorkItem {
   /// Request, as hooks see it.
   int request;
-  /// First query token (row of q and out), and how many; tokens * group <= 16. 0 tokens: no work.
+  /// First query token (row of q and out), and how many: at most the rows of a kernel's tile. 0 tokens: no work.
   int q_start, tokens;
   /// Index of the first query token within its request, and the request's numbers of query and KV tokens.
   int q_idx, q_len, kv_len;
@@ -37,7 +38,8 @@ struct WorkItem {
   int next;
   /// Added to positions before hooks see them: levels of a cascade.
   int kv_base;
-  int pad;
+  /// Every row sees the positions kv_start..full_end, if there are any: no mask is asked there. Not past kv_end.
+  int full_end;
 };
 
 /// Partial results of one head of a query tile: part i is at row first + i * stride.

@@ -135,7 +135,7 @@ impl Gpu {
     pub fn zeros(&self, dtype: DType, shape: &[usize]) -> Result<Tensor> {
         let layout = Layout::contiguous("Gpu::zeros", "shape", shape)?;
         let buffer = Buffer::new(self.live("Gpu::zeros")?, layout.len() * dtype.size())?;
-        buffer.fill(0)?;
+        buffer.fill(0, layout.len() * dtype.size())?;
         Tensor::on_device(Box::new(buffer), dtype, layout)
     }
 

@@ -3,8 +3,10 @@
 //! The work of a batch is a line: query tile after query tile, within one head after head, within one KV tile after
 //! KV tile. [`Split::Balanced`] cuts the line into as many equal pieces as there are workers, at tile borders, so
 //! that no worker has more than its share plus one tile, and at most `workers - 1` heads are cut in two; what is cut
-//! becomes partial results and a [`Merge`]. [`Split::Fixed`] cuts every request at the same absolute positions
-//! instead, whatever else is in the batch, so that a row's bits do not depend on its neighbours.
+//! becomes partial results and a [`Merge`]. For a GPU the line has no heads ([`Cut::in_step`]): it is cut over teams of
+//! as many workers as there are heads, which do the heads of the same positions at the same time. [`Split::Fixed`] cuts
+//! every request at the same absolute positions instead, whatever else is in the batch, so that a row's bits do not
+//! depend on its neighbours. Workers that take items from a queue ([`Schedule::fill_queue`]) get them longest first.
 
 /// KV positions per tile: the grain of every cut.
 pub const TILE_KV: usize = 64;
@@ -33,6 +35,25 @@ pub(crate) struct Entry {
     /// KV positions, the start a multiple of [`TILE_KV`].
     pub kv_start: u32,
     pub kv_end: u32,
+    /// Every row sees the positions from `kv_start` to here, as far as the plan knows.
+    pub full_end: u32,
+}
+
+impl Entry {
+    /// Its item for heads `head_start..head_end` against `kv_start..kv_end`.
+    fn item(&self, [head_start, head_end]: [u32; 2], [kv_start, kv_end]: [u32; 2], partial: u32) -> Item {
+        Item {
+            request: self.request,
+            q_start: self.q_start,
+            q_len: self.q_len,
+            head_start,
+            head_end,
+            kv_start,
+            kv_end,
+            full_end: self.full_end.clamp(kv_start, kv_end),
+            partial,
+        }
+    }
 }
 
 /// Of which request a query token is, and where in it. Lengths are of the whole request, cascade levels together.
@@ -63,6 +84,9 @@ pub(crate) struct Cut {
     /// Query heads per KV head.
     pub group: u32,
     pub split: Split,
+    /// Balanced cuts go to teams: workers `heads * t + h` do the same positions for every head `h`, so that what lies
+    /// beside each other in memory is read at the same time.
+    pub in_step: bool,
 }
 
 /// One worker's work on one query tile: the heads `head_start..head_end` against the positions `kv_start..kv_end`.
@@ -82,6 +106,8 @@ pub struct Item {
     pub kv_start: u32,
     /// One past the last KV position.
     pub kv_end: u32,
+    /// Every row sees the positions before this, as far as the plan knows.
+    pub full_end: u32,
     /// First row of the partial results, `u32::MAX` when the item is whole and writes the output.
     pub partial: u32,
 }
@@ -168,15 +194,39 @@ impl Schedule {
     /// Makes it the schedule of `entries`, keeping its memory. Entries with no KV still get an item, as somebody
     /// must write their rows. Returns `None` if the partial results would be more than [`MAX_PARTIALS`] rows.
     pub(crate) fn fill(&mut self, cut: Cut, entries: &[Entry]) -> Option<()> {
+        self.clear(cut);
+        match cut.split {
+            Split::Balanced if cut.in_step && cut.workers >= cut.kv_heads as usize => self.fill_in_step(cut, entries),
+            Split::Balanced => self.fill_balanced(cut, entries),
+            Split::Fixed(chunk) => self.fill_whole(cut, entries, chunk.max(1), |_| 0),
+            Split::Off => self.fill_whole(cut, entries, u32::MAX, |_| 0),
+        }
+    }
+
+    fn clear(&mut self, cut: Cut) {
         self.items.clear();
         self.bounds.clear();
         self.merges.clear();
         (self.partial_rows, self.group) = (0, cut.group);
+    }
+
+    /// Makes it the schedule of a queue that `workers` take heads of items from, longest first: a single list, each item
+    /// of all heads.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn fill_queue(&mut self, cut: Cut, entries: &[Entry]) -> Option<()> {
+        let one = Cut { workers: 1, ..cut };
         match cut.split {
-            Split::Balanced => self.fill_balanced(cut, entries),
-            Split::Fixed(chunk) => self.fill_whole(cut, entries, chunk.max(1)),
-            Split::Off => self.fill_whole(cut, entries, u32::MAX),
+            Split::Balanced => {
+                let parts = queue_parts(entries, u64::from(cut.kv_heads), cut.workers as u64);
+                let chunk = entries.iter().map(tiles).max().unwrap_or(1).div_ceil(parts) * TILE_KV as u64;
+                self.clear(one);
+                self.fill_whole(one, entries, u32::try_from(chunk).unwrap_or(u32::MAX), |e| e.kv_start)?;
+            }
+            Split::Fixed(_) | Split::Off => self.fill(one, entries)?,
         }
+        // A stable order: of equal length, those of one request stay together.
+        self.items.sort_by_key(|i| std::cmp::Reverse(i.kv_end - i.kv_start));
+        Some(())
     }
 
     /// Rows of partial results for `parts` parts of `rows` each; their first row.
@@ -187,7 +237,6 @@ impl Schedule {
     }
 
     fn fill_balanced(&mut self, cut: Cut, entries: &[Entry]) -> Option<()> {
-        let tiles = |e: &Entry| u64::from((e.kv_end - e.kv_start).div_ceil(TILE_KV as u32).max(1));
         let heads = u64::from(cut.kv_heads);
         let total: u64 = entries.iter().map(|e| tiles(e) * heads * tile_cost(e.q_len * cut.group)).sum();
         let workers = cut.workers as u64;
@@ -216,6 +265,69 @@ impl Schedule {
         Some(())
     }
 
+    /// Cuts the line without heads over teams. At most `teams - 1` entries are cut, each for all heads.
+    fn fill_in_step(&mut self, cut: Cut, entries: &[Entry]) -> Option<()> {
+        let heads = cut.kv_heads;
+        let total: u64 = entries.iter().map(|e| tiles(e) * tile_cost(e.q_len * cut.group)).sum();
+        let teams = teams(cut.workers as u64 / u64::from(heads), entries.iter().map(tiles).sum());
+        let (mut team, mut done, mut first_item) = (0u64, 0u64, 0usize);
+        self.bounds.push(0);
+        for e in entries {
+            let (all, cost, rows) = (tiles(e), tile_cost(e.q_len * cut.group), e.q_len * cut.group);
+            let mut at = 0;
+            while at < all {
+                // The tile that crosses the border of a share goes to the share it starts in.
+                let room = share(total, team + 1, teams).saturating_sub(done).div_ceil(cost);
+                if room == 0 && team + 1 < teams {
+                    first_item = self.other_heads(first_item, heads);
+                    team += 1;
+                    continue;
+                }
+                let take = if team + 1 == teams { all - at } else { room.min(all - at) };
+                let mut partial = Item::WHOLE;
+                if take < all {
+                    partial = self.partials(heads, rows)?;
+                    if at == 0 {
+                        self.merges.extend((0..heads).map(|head| Merge {
+                            request: e.request,
+                            q_start: e.q_start,
+                            q_len: e.q_len,
+                            head,
+                            first: partial + head * rows,
+                            stride: heads * rows,
+                            parts: 0,
+                        }));
+                    }
+                    // Nothing else was cut since the entry's first part: its merges are the last, its parts neighbours.
+                    self.merges.iter_mut().rev().take(heads as usize).for_each(|m| m.parts += 1);
+                }
+                let place = |tile: u64| e.kv_start + tile as u32 * TILE_KV as u32;
+                self.items.push(e.item([0, 1], [place(at), e.kv_end.min(place(at + take))], partial));
+                at += take;
+                done += take * cost;
+            }
+        }
+        self.other_heads(first_item, heads);
+        self.bounds.resize(cut.workers + 1, self.items.len() as u32);
+        Some(())
+    }
+
+    /// A team's items, `first..` for head 0 so far, for its other workers; the next team's first item.
+    fn other_heads(&mut self, first: usize, heads: u32) -> usize {
+        let end = self.items.len();
+        self.bounds.push(end as u32);
+        for head in 1..heads {
+            for at in first..end {
+                let item = self.items[at];
+                let whole = item.partial == Item::WHOLE;
+                let partial = if whole { Item::WHOLE } else { item.partial + head * item.q_len * self.group };
+                self.items.push(Item { head_start: head, head_end: head + 1, partial, ..item });
+            }
+            self.bounds.push(self.items.len() as u32);
+        }
+        self.items.len()
+    }
+
     /// Items for the tiles `from..to` of an entry whose heads have `per_head` tiles each: the end of a head, whole
     /// heads, the start of a head.
     fn stretch(&mut self, e: &Entry, per_head: u64, mut from: u64, to: u64, rows: u32) -> Option<()> {
@@ -223,16 +335,7 @@ impl Schedule {
             let (head, tile) = ((from / per_head) as u32, from % per_head);
             if tile == 0 && to - from >= per_head {
                 let heads = (to - from) / per_head;
-                self.items.push(Item {
-                    request: e.request,
-                    q_start: e.q_start,
-                    q_len: e.q_len,
-                    head_start: head,
-                    head_end: head + heads as u32,
-                    kv_start: e.kv_start,
-                    kv_end: e.kv_end,
-                    partial: Item::WHOLE,
-                });
+                self.items.push(e.item([head, head + heads as u32], [e.kv_start, e.kv_end], Item::WHOLE));
                 from += heads * per_head;
             } else {
                 let end = per_head.min(tile + to - from);
@@ -249,45 +352,30 @@ impl Schedule {
                         parts: 1,
                     }),
                 }
-                self.items.push(Item {
-                    request: e.request,
-                    q_start: e.q_start,
-                    q_len: e.q_len,
-                    head_start: head,
-                    head_end: head + 1,
-                    kv_start: e.kv_start + tile as u32 * TILE_KV as u32,
-                    kv_end: e.kv_end.min(e.kv_start + end as u32 * TILE_KV as u32),
-                    partial: first,
-                });
+                let at = |tile: u64| e.kv_start + tile as u32 * TILE_KV as u32;
+                self.items.push(e.item([head, head + 1], [at(tile), e.kv_end.min(at(end))], first));
                 from += end - tile;
             }
         }
         Some(())
     }
 
-    /// Cuts only at multiples of `chunk`; workers get whole pieces.
-    fn fill_whole(&mut self, cut: Cut, entries: &[Entry], chunk: u32) -> Option<()> {
+    /// Cuts only at multiples of `chunk` from `base` on; workers get whole pieces.
+    fn fill_whole(&mut self, cut: Cut, entries: &[Entry], chunk: u32, base: fn(&Entry) -> u32) -> Option<()> {
         let heads = cut.kv_heads;
         for e in entries {
             let rows = e.q_len * cut.group;
-            let first_chunk = e.kv_start / chunk;
-            let parts = (e.kv_end.div_ceil(chunk).max(first_chunk + 1)) - first_chunk;
+            let base = base(e);
+            let first_chunk = (e.kv_start - base) / chunk;
+            let parts = ((e.kv_end - base).div_ceil(chunk).max(first_chunk + 1)) - first_chunk;
             let first = if parts > 1 { self.partials(parts.checked_mul(heads)?, rows)? } else { Item::WHOLE };
             for part in 0..parts {
-                let kv_start = e.kv_start.max((first_chunk + part).saturating_mul(chunk));
-                let kv_end = e.kv_end.min((first_chunk + part + 1).saturating_mul(chunk)).max(kv_start);
+                let border = |i: u32| (first_chunk + i).saturating_mul(chunk).saturating_add(base);
+                let kv_start = e.kv_start.max(border(part));
+                let kv_end = e.kv_end.min(border(part + 1)).max(kv_start);
                 for head in 0..heads {
                     let partial = if parts > 1 { first + (part * heads + head) * rows } else { Item::WHOLE };
-                    self.items.push(Item {
-                        request: e.request,
-                        q_start: e.q_start,
-                        q_len: e.q_len,
-                        head_start: head,
-                        head_end: head + 1,
-                        kv_start,
-                        kv_end,
-                        partial,
-                    });
+                    self.items.push(e.item([head, head + 1], [kv_start, kv_end], partial));
                 }
             }
             if parts > 1 {
@@ -340,6 +428,65 @@ impl Schedule {
 /// pieces of 64 is refused before it is listed.
 const MAX_PARTIALS: u32 = 1 << 24;
 
+/// KV tiles of an entry; somebody must write the rows of one without KV.
+fn tiles(e: &Entry) -> u64 {
+    u64::from((e.kv_end - e.kv_start).div_ceil(TILE_KV as u32).max(1))
+}
+
+/// How many of `most` teams share `tiles`. A part of less than two tiles costs more to merge than it saves (1 x 2048 on an
+/// H200: 14.9 us with 16 teams, 16.2 with 32). And a count that batches of usual sizes divide by cuts fewer requests: up to
+/// a sixteenth stays idle for the sake of a power of two as a factor (16 x 512: 20.8 us with 32 teams, 24.1 with 33).
+fn teams(most: u64, tiles: u64) -> u64 {
+    let most = most.min(tiles.div_ceil(2)).max(1);
+    let down = |step: u64| most / step * step;
+    let step = (0..u64::BITS).map(|i| 1 << i).take_while(|&s| down(s) * 16 >= most * 15).last().unwrap_or(1);
+    down(step)
+}
+
+/// Into how many parts to cut the longest entry of a queue, and others in proportion: so that `workers` who always take
+/// the longest item that is left end first.
+///
+/// A part costs what 4 tiles do to write and to merge (4 chunks of 512 tokens against 8192 on an H200: 765 us whole, 946 in
+/// parts of 1024). More parts than two per worker are never made: scratch memory has room for so many.
+#[cfg(feature = "cuda")]
+fn queue_parts(entries: &[Entry], heads: u64, workers: u64) -> u64 {
+    const PART: u64 = 4;
+    let longest = entries.iter().map(tiles).max().unwrap_or(0);
+    // With many items for each worker the last ones are short beside the whole.
+    if entries.len() as u64 * heads >= 4 * workers {
+        return 1;
+    }
+    let mut best = (u64::MAX, 1);
+    for parts in 1..=16u64 {
+        let chunk = longest.div_ceil(parts);
+        if parts > 1 && (chunk < PART || chunk == longest.div_ceil(parts - 1)) {
+            continue;
+        }
+        // (cost, how many), longest first; an entry's last part may be short.
+        let mut pieces = Vec::with_capacity(2 * entries.len());
+        for e in entries {
+            let (all, extra) = (tiles(e), if tiles(e) > chunk { PART } else { 0 });
+            pieces.extend([(chunk + extra, all / chunk), (all % chunk + extra, u64::from(all % chunk > 0))]);
+        }
+        let count: u64 = pieces.iter().map(|p| p.1).sum::<u64>() * heads;
+        if parts > 1 && count > 2 * workers {
+            break;
+        }
+        pieces.sort_unstable_by_key(|p| std::cmp::Reverse(p.0));
+        let mut ends: std::collections::BinaryHeap<_> = (0..workers).map(|_| std::cmp::Reverse(0u64)).collect();
+        for (cost, n) in pieces {
+            for _ in 0..n * heads {
+                if let Some(mut first) = ends.peek_mut() {
+                    first.0 += cost;
+                }
+            }
+        }
+        let end = ends.into_iter().map(|e| e.0).max().unwrap_or(0);
+        best = best.min((end, parts));
+    }
+    best.1
+}
+
 /// `total * part / of`, which may pass through 2^64.
 fn share(total: u64, part: u64, of: u64) -> u64 {
     (u128::from(total) * u128::from(part) / u128::from(of)) as u64
@@ -366,7 +513,9 @@ mod tests {
                 .enumerate()
                 .map(|(request, (q_len, skip, kv))| {
                     let kv_start = skip * TILE_KV as u32;
-                    let e = Entry { request: request as u32, q_start: q, q_len, kv_start, kv_end: kv_start + kv };
+                    let kv_end = kv_start + kv;
+                    let e =
+                        Entry { request: request as u32, q_start: q, q_len, kv_start, kv_end, full_end: kv_end / 2 };
                     q += q_len;
                     e
                 })
@@ -388,6 +537,7 @@ mod tests {
         for i in items {
             let e = entries[i.request as usize];
             prop_assert_eq!((i.q_start, i.q_len), (e.q_start, e.q_len));
+            prop_assert_eq!(i.full_end, e.full_end.clamp(i.kv_start, i.kv_end));
             for head in i.head_start..i.head_end {
                 let (next, parts) = at.entry((i.request, head)).or_insert((e.kv_start, 0));
                 prop_assert_eq!(i.kv_start, *next);
@@ -418,13 +568,40 @@ mod tests {
         Ok(())
     }
 
+    #[cfg(feature = "cuda")]
+    #[test]
+    fn a_queue_is_cut_where_workers_would_wait() {
+        let entries = |n: u32, kv: u32| -> Vec<Entry> {
+            let e = Entry { request: 0, q_start: 0, q_len: 32, kv_start: 0, kv_end: kv, full_end: 0 };
+            (0..n).map(|request| Entry { request, ..e }).collect()
+        };
+        // 512 units of 128 tiles for 264 workers are two rounds, nearly full; 128 units leave half of them idle.
+        assert_eq!(queue_parts(&entries(64, 8192), 8, 264), 1);
+        assert_eq!(queue_parts(&entries(16, 8192), 8, 264), 2);
+        // One tile of queries: as many parts as there are workers for, if they are worth it.
+        assert_eq!(queue_parts(&entries(1, 32768), 8, 264), 16);
+        assert_eq!(queue_parts(&entries(1, 256), 8, 264), 1);
+        assert_eq!(queue_parts(&[], 8, 264), 1);
+    }
+
+    #[test]
+    fn teams_have_powers_of_two_and_two_tiles_each() {
+        for (most, tiles, want) in
+            [(33, 1000, 32), (66, 1000, 64), (132, 1000, 128), (37, 1000, 36), (27, 1000, 26), (52, 1000, 52)]
+        {
+            assert_eq!(teams(most, tiles), want);
+        }
+        assert_eq!([teams(33, 32), teams(33, 1), teams(33, 0), teams(1, 9)], [16, 1, 1, 1]);
+    }
+
     proptest! {
         #[test]
         fn schedule_covers_each_block_once(
             entries in entries(), workers in 1usize..9, kv_heads in 1u32..5, group in 1u32..4, mode in 0usize..4,
+            in_step: bool,
         ) {
             let split = [Split::Balanced, Split::Fixed(64), Split::Fixed(256), Split::Off][mode];
-            let cut = Cut { workers, kv_heads, group, split };
+            let cut = Cut { workers, kv_heads, group, split, in_step };
             let mut s = Schedule::default();
             s.fill(cut, &entries).unwrap();
             check_cover(&s, cut, &entries)?;
@@ -439,7 +616,7 @@ mod tests {
             entries in entries(), workers in 1usize..9, kv_heads in 1u32..5, group in 1u32..4,
         ) {
             let mut s = Schedule::default();
-            s.fill(Cut { workers, kv_heads, group, split: Split::Balanced }, &entries).unwrap();
+            s.fill(Cut { workers, kv_heads, group, split: Split::Balanced, in_step: false }, &entries).unwrap();
             let total: u64 = (0..workers).map(|w| s.cost(w)).sum();
             let tile = entries.iter().map(|e| tile_cost(e.q_len * group)).max().unwrap_or(0);
             for w in 0..workers {
@@ -449,10 +626,61 @@ mod tests {
         }
 
         #[test]
+        fn teams_do_the_heads_of_the_same_positions(
+            entries in entries(), teams in 1usize..70, rest in 0u32..4, kv_heads in 1u32..5, group in 1u32..4,
+        ) {
+            let workers = teams * kv_heads as usize + (rest % kv_heads) as usize;
+            let cut = Cut { workers, kv_heads, group, split: Split::Balanced, in_step: true };
+            let mut s = Schedule::default();
+            s.fill(cut, &entries).unwrap();
+            check_cover(&s, cut, &entries)?;
+            let lists: Vec<_> = (0..workers).map(|w| s.of(w)).collect();
+            let busy = lists.iter().filter(|l| !l.is_empty()).count() as u64;
+            let total: u64 = (0..workers).map(|w| s.cost(w)).sum();
+            let tile = entries.iter().map(|e| tile_cost(e.q_len * group)).max().unwrap_or(0);
+            let used = super::teams(teams as u64, entries.iter().map(tiles).sum()) * u64::from(kv_heads);
+            prop_assert!(busy <= used && used <= workers as u64);
+            for (w, list) in lists.iter().enumerate() {
+                let (team, head) = (w / kv_heads as usize, w as u32 % kv_heads);
+                prop_assert!(list.iter().all(|i| (i.head_start, i.head_end) == (head, head + 1)));
+                let places = |l: &[Item]| l.iter().map(|i| (i.request, i.kv_start, i.kv_end)).collect::<Vec<_>>();
+                if team < teams {
+                    prop_assert_eq!(places(list), places(lists[team * kv_heads as usize]));
+                } else {
+                    prop_assert!(list.is_empty());
+                }
+                prop_assert!(s.cost(w) <= total.div_ceil(used) + tile, "{} of {total}", s.cost(w));
+            }
+            // The device's list and scratch have room for so much (`cuda/attention`).
+            prop_assert!(s.merges().len() < workers || s.merges().is_empty());
+            prop_assert!(s.items().len() <= entries.len() * kv_heads as usize + workers);
+            let rows = entries.iter().map(|e| e.q_len * group).max().unwrap_or(0) as usize;
+            prop_assert!(s.partial_rows() <= 2 * workers * rows);
+        }
+
+        #[cfg(feature = "cuda")]
+        #[test]
+        fn a_queue_has_everything_longest_first(
+            entries in entries(), workers in 1usize..40, kv_heads in 1u32..5, group in 1u32..4, mode in 0usize..3,
+        ) {
+            let split = [Split::Balanced, Split::Fixed(64), Split::Off][mode];
+            let cut = Cut { workers, kv_heads, group, split, in_step: true };
+            let mut s = Schedule::default();
+            s.fill_queue(cut, &entries).unwrap();
+            prop_assert!(s.items().is_sorted_by_key(|i| std::cmp::Reverse(i.kv_end - i.kv_start)));
+            prop_assert!(s.items().iter().all(|i| (i.head_start, i.head_end) == (0, kv_heads)));
+            if split == Split::Balanced {
+                let rows = entries.iter().map(|e| e.q_len * group).max().unwrap_or(0) as usize;
+                prop_assert!(s.partial_rows() <= 2 * workers * rows && s.merges().len() <= 2 * workers);
+            }
+            check_cover(&s, Cut { workers: 1, ..cut }, &entries)?;
+        }
+
+        #[test]
         fn fixed_cuts_do_not_depend_on_the_batch(entries in entries(), workers in 1usize..9, kv_heads in 1u32..5) {
             let cuts = |entries: &[Entry], workers| {
                 let mut s = Schedule::default();
-                s.fill(Cut { workers, kv_heads, group: 1, split: Split::Fixed(128) }, entries).unwrap();
+                s.fill(Cut { workers, kv_heads, group: 1, split: Split::Fixed(128), in_step: true }, entries).unwrap();
                 let mut all: Vec<_> = s.items().iter()
                     .flat_map(|i| (i.head_start..i.head_end).map(|h| (i.q_start, h, i.kv_start, i.kv_end)))
                     .collect();

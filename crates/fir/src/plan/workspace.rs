@@ -28,12 +28,12 @@ pub(crate) struct DeviceSizes {
 #[cfg(feature = "cuda")]
 impl DeviceSizes {
     /// Bytes before the floats, which begin at a multiple of 256.
-    fn head(self) -> usize {
+    pub(crate) fn counter_bytes(self) -> usize {
         (self.counters * size_of::<u32>()).next_multiple_of(256)
     }
 
     pub(crate) fn bytes(self) -> usize {
-        self.head() + self.floats * size_of::<f32>()
+        self.counter_bytes() + self.floats * size_of::<f32>()
     }
 
     pub(crate) fn max(self, other: Self) -> Self {
@@ -69,7 +69,7 @@ impl Scratch {
         }
     }
 
-    /// Of a device's memory: `sizes.bytes()` zeros.
+    /// Of a device's memory: `sizes.bytes()`, the counters 0.
     #[cfg(feature = "cuda")]
     pub(crate) fn on_device(sizes: DeviceSizes, memory: Result<Option<Box<dyn DeviceMemory>>>) -> Self {
         Self { device: Some(OnDevice { memory, sizes }), ..Self::default() }
@@ -85,7 +85,7 @@ impl Scratch {
         };
         let Some(memory) = device.memory.as_ref().map_err(Clone::clone)? else { return Ok(None) };
         let all = memory.span();
-        let head = have.head();
+        let head = have.counter_bytes();
         let floats = Span { address: all.address + head as u64, len: all.len.saturating_sub(head), ..all };
         Ok(Some([Span { len: head, ..all }, floats]))
     }

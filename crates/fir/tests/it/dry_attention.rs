@@ -64,6 +64,26 @@ fn a_decode_step_is_one_launch() {
 }
 
 #[test]
+fn long_requests_are_a_launch_of_their_own() {
+    let (table, d) = (table(), DType::BF16);
+    let mut text = String::new();
+    for lens in [[70, 5, 0, 9], [70, 1, 0, 1], [1, 1, 0, 1]] {
+        let qo = Ragged::from_lens(&lens).unwrap();
+        let pool = zeros(d, &[64, 2, 16, 2, 128]);
+        let (q, mut out) = (zeros(d, &[qo.rows(), 8, 128]), zeros(d, &[qo.rows(), 8, 128]));
+        writeln!(text, "# queries of {lens:?} tokens").unwrap();
+        text += &launches(|exec| {
+            let problem = Problem::new(8, 2, 128, d, variant::causal());
+            let plan = BatchPlan::new(exec, problem, &qo, table.lens(), Split::Balanced)?;
+            let kv = Kv::Paged(PagedKv::interleaved(pool.view(), KvLayout::Nhd)?, &table);
+            let (q, scratch, out) = (q.view(), &mut plan.scratch(), out.view_mut());
+            plan.run(exec, BatchArgs { q, kv, params: &Params::new(), sm_scale: None, scratch, out, lse: None })
+        });
+    }
+    insta::assert_snapshot!(text);
+}
+
+#[test]
 fn rows_that_are_not_aligned_and_f32_go_through_the_plain_kernel() {
     let (qo, kv_lens) = (Ragged::from_lens(&[3, 1]).unwrap(), Ragged::from_lens(&[40, 9]).unwrap());
     let mut text = String::new();

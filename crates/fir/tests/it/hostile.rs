@@ -1,3 +1,6 @@
+#[cfg(feature = "cuda")]
+use std::sync::atomic::{AtomicUsize, Ordering};
+
 use fir::testing::Rng;
 use fir::testing::hostile::{TARGETS, call};
 #[cfg(feature = "cuda")]
@@ -28,19 +31,28 @@ fn hostile_arguments_are_accepted_or_refused() {
 #[test]
 fn hostile_arguments_are_accepted_or_refused_on_cuda() {
     const CASES: usize = 500;
+    /// Of attention: nearly every case is a kernel that nobody had before, and takes a second to compile.
+    const OWN_KERNELS: usize = 48;
     let (dry, mut rng) = (Exec::dry(Arch::HOPPER), Rng::new(2));
     for (target, (name, _)) in TARGETS.iter().enumerate() {
-        let there = !crate::matrix::NOT_ON_CUDA.contains(&name.split(':').next().unwrap());
-        let gpu = if there { crate::support::gpu() } else { None };
-        let mut accepted = 0;
-        for _ in 0..CASES {
-            let data: Vec<u8> = (0..64 << rng.below(4)).map(|_| rng.bits() as u8).collect();
-            let result = call_on(&dry, target, &data);
-            accepted += usize::from(result.is_ok());
-            if let Some(gpu) = gpu {
-                assert_eq!(call_on(gpu, target, &data), result, "{name}: the GPU and the dry run differ");
-            }
-        }
+        let family = name.split(':').next().unwrap();
+        let there = !crate::matrix::NOT_ON_CUDA.contains(&family);
+        let mut data = || -> Vec<u8> { (0..64 << rng.below(4)).map(|_| rng.bits() as u8).collect() };
+        let cases: Vec<_> = (0..CASES).map(|_| data()).map(|data| (call_on(&dry, target, &data), data)).collect();
+        let accepted = cases.iter().filter(|(result, _)| result.is_ok()).count();
         assert!(!there || accepted >= CASES / 20, "{name}: {accepted} accepted");
+        let Some(gpu) = crate::support::gpu().filter(|_| there) else { continue };
+        let live = if family == "attention" { OWN_KERNELS } else { CASES };
+        let (next, threads) = (AtomicUsize::new(0), std::thread::available_parallelism().map_or(1, usize::from));
+        // Compilers run beside each other.
+        std::thread::scope(|scope| {
+            for _ in 0..threads {
+                scope.spawn(|| {
+                    while let Some((result, data)) = cases[..live].get(next.fetch_add(1, Ordering::Relaxed)) {
+                        assert_eq!(&call_on(gpu, target, data), result, "{name}: the GPU and the dry run differ");
+                    }
+                });
+            }
+        });
     }
 }

@@ -22,6 +22,8 @@ const BUDGETS: &[(&str, u32, u32)] = &[
     ("attention/merge", 64, 0),
     // Not made for speed.
     ("attention/plain", 255, 0),
+    // 128 accumulators and 64 scores; two blocks of 128 threads have registers for 255 each.
+    ("attention/prefill", 255, 0),
     ("norm", 64, 0),
     ("page", 32, 0),
     ("quantize", 128, 0),
@@ -32,13 +34,20 @@ const BUDGETS: &[(&str, u32, u32)] = &[
     ("topk", 64, 256),
 ];
 
-/// Bytes that a kernel may spill all the same, by a part of its name: accumulators of 256 columns beside fragments.
-const SPILLS: &[(&str, u32)] = &[(", 256, 256, ", 64)];
+/// Bytes that a kernel may spill all the same, by parts of its name: accumulators of 256 columns beside fragments; addresses
+/// beside the fragments of two tiles of rows that 8-bit keys and values are widened to, and beside the hooks of a variant.
+const SPILLS: &[(&[&str], u32)] = &[
+    (&[", 256, 256, "], 64),
+    (&["fir::prefill<", "fir::E4m3, "], 160),
+    (&["fir::prefill<", "fir::E5m2, "], 160),
+    (&["fir::prefill<"], 64),
+];
 
 fn budget(source: &Source) -> (u32, u32) {
     let family = source.family();
     let found = BUDGETS.iter().find(|b| b.0 == family).unwrap_or_else(|| panic!("{family} has no budget"));
-    let more = SPILLS.iter().find(|(part, _)| source.name().contains(part)).map_or(0, |(_, bytes)| *bytes);
+    let more =
+        SPILLS.iter().find(|(parts, _)| parts.iter().all(|p| source.name().contains(p))).map_or(0, |(_, bytes)| *bytes);
     (found.1, found.2.max(more))
 }
 

@@ -11,6 +11,8 @@ use crate::tensor::DType;
 pub(super) enum Form {
     /// `decode.cuh`: 16 rows against KV, on tensor cores.
     Decode,
+    /// `prefill.cuh`: 64 to 256 rows, on tensor cores.
+    Prefill,
     /// `plain.cuh`: everything, in f32.
     Plain,
 }
@@ -24,15 +26,19 @@ pub(super) struct Instance {
     pub(super) smem: u32,
     /// Blocks that a multiprocessor should hold.
     pub(super) blocks: u32,
+    /// Most rows of a query tile, unless one token has more.
+    pub(super) rows: usize,
 }
 
-/// A tensor of a pool; strides in bytes.
-#[derive(Clone, Copy, Default)]
-pub(super) struct KvTensor {
-    pub(super) data: Address,
-    pub(super) page: u64,
-    pub(super) row: u64,
-    pub(super) head: u64,
+params! {
+    /// A tensor of a pool; strides in bytes.
+    #[derive(Default)]
+    pub(super) struct KvTensor = "fir::KvTensor" {
+        data: Address,
+        page: u64,
+        row: u64,
+        head: u64,
+    }
 }
 
 impl KvTensor {
@@ -43,68 +49,77 @@ impl KvTensor {
 }
 
 params! {
+    /// Where rows end up.
+    pub(super) struct OutParams = "fir::OutParams" {
+        out: Address,
+        lse: Address,
+        out_token: u64,
+        out_head: u64,
+        lse_token: u64,
+        lse_head: u64,
+        partial_o: Address,
+        partial_md: Address,
+        merges: Address,
+        counters: Address,
+        tokens: Address,
+    }
+}
+
+params! {
+    /// Keys, values and where their rows are.
+    pub(super) struct KvPool = "fir::KvPool" {
+        k: KvTensor,
+        v: KvTensor,
+        k_scales: KvTensor,
+        v_scales: KvTensor,
+        indices: Address,
+        indptr: Address,
+        num_pages: u32,
+        page_size: u32,
+        page_shift: i32,
+        dim_qk: i32,
+        dim_vo: i32,
+        k_scale: f32,
+        v_scale: f32,
+        pad: i32,
+    }
+}
+
+params! {
     /// All but the variant's parameters, which follow.
-    pub(super) struct DecodeParams = "fir::DecodeParams" {
+    pub(super) struct AttentionParams = "fir::AttentionParams" {
         q: Address,
         q_token: u64,
         q_head: u64,
         items: Address,
-        out in "out.out": Address,
-        lse in "out.lse": Address,
-        out_token in "out.out_token": u64,
-        out_head in "out.out_head": u64,
-        lse_token in "out.lse_token": u64,
-        lse_head in "out.lse_head": u64,
-        partial_o in "out.partial_o": Address,
-        partial_md in "out.partial_md": Address,
-        merges in "out.merges": Address,
-        counters in "out.counters": Address,
-        tokens in "out.tokens": Address,
-        k in "kv.k.data": Address,
-        k_page in "kv.k.page": u64,
-        k_row in "kv.k.row": u64,
-        k_head in "kv.k.head": u64,
-        v in "kv.v.data": Address,
-        v_page in "kv.v.page": u64,
-        v_row in "kv.v.row": u64,
-        v_head in "kv.v.head": u64,
-        k_scales in "kv.k_scales.data": Address,
-        k_scales_page in "kv.k_scales.page": u64,
-        k_scales_row in "kv.k_scales.row": u64,
-        k_scales_head in "kv.k_scales.head": u64,
-        v_scales in "kv.v_scales.data": Address,
-        v_scales_page in "kv.v_scales.page": u64,
-        v_scales_row in "kv.v_scales.row": u64,
-        v_scales_head in "kv.v_scales.head": u64,
-        indices in "kv.indices": Address,
-        indptr in "kv.indptr": Address,
-        num_pages in "kv.num_pages": u32,
-        page_size in "kv.page_size": u32,
-        page_shift in "kv.page_shift": i32,
-        dim_qk in "kv.dim_qk": i32,
-        dim_vo in "kv.dim_vo": i32,
-        k_scale in "kv.k_scale": f32,
-        v_scale in "kv.v_scale": f32,
-        pad in "kv.pad": i32,
+        out: OutParams,
+        kv: KvPool,
         sm_scale: f32,
         group: i32,
     }
 }
 
 params! {
-    /// What stands before [`DecodeParams`] in those of `plain.cuh`.
+    /// What stands before [`AttentionParams`] in those of `plain.cuh`.
     pub(super) struct PlainParams = "fir::PlainParams" {
         q_pe: Address,
         q_pe_token: u64,
         q_pe_head: u64,
-        kpe in "kpe.data": Address,
-        kpe_page in "kpe.page": u64,
-        kpe_row in "kpe.row": u64,
-        kpe_head in "kpe.head": u64,
+        kpe: KvTensor,
         dim_pe: i32,
         pe_factor: f32,
         q_type: i32,
         kv_type: i32,
+    }
+}
+
+params! {
+    /// What stands before [`AttentionParams`] in those of `prefill.cuh`.
+    pub(super) struct PrefillParams = "fir::PrefillParams" {
+        queue: Address,
+        count: Address,
+        heads: i32,
+        pad: i32,
     }
 }
 
@@ -146,18 +161,71 @@ pub(super) fn number(dtype: DType) -> i32 {
     }
 }
 
-/// Head dims that `decode.cuh` is instantiated for.
+/// Rows of a page that `decode.cuh` takes by one pointer.
+pub(super) const RUN: usize = 16;
+
+/// Head dims that the kernels on tensor cores are instantiated for.
 const DIMS: [usize; 5] = [64, 96, 128, 192, 256];
 
+/// Warps, tiles of 16 rows to each, KV positions per step, and blocks of `prefill.cuh` by the greater head dim, the first
+/// that fits a block's shared memory. On an H200 (TFLOP/s, 4 x 4096 causal): dim 128 355, 64 281, 256 305, 192 with 128 351;
+/// the second shapes, for devices of 99 KB, 267 at 256 and 316 at 192 with 128.
+const PREFILL: [(usize, [[usize; 4]; 2]); 3] = [
+    (128, [[4, 2, 64, 2], [4, 2, 32, 2]]),
+    (192, [[8, 2, 64, 1], [4, 2, 32, 2]]),
+    (256, [[8, 1, 64, 1], [4, 1, 32, 2]]),
+];
+
 impl Form {
-    /// The instantiation for `spec` on a device whose blocks have at most `shared` bytes.
-    pub(super) fn instance(self, spec: &Spec, hooks: &Hooks, shared: u32) -> Instance {
+    /// Why it does not take `spec`, if it does not.
+    pub(super) fn refuses(self, s: &Spec) -> Option<String> {
+        if self == Self::Plain {
+            return None;
+        }
+        let Some(multiply) = multiplied(s.kv) else { return Some(format!("{} keys and values", s.kv)) };
+        let bits = bits(s.kv);
+        let why = match s {
+            _ if s.dim_pe.is_some() => "latent attention".into(),
+            _ if self == Self::Decode && s.group > ROWS => {
+                format!("{} query heads per KV head are more than {ROWS}", s.group)
+            }
+            // The least rows of a tile that any of its shapes has.
+            _ if self == Self::Prefill && s.group > 64 => {
+                format!("{} query heads per KV head are more than 64", s.group)
+            }
+            _ if self == Self::Prefill && bits == 4 => format!("{} keys and values", s.kv),
+            _ if s.dim_qk.max(s.dim_vo) > 256 => format!("head dims {}, {} above 256", s.dim_qk, s.dim_vo),
+            _ if [s.dim_qk, s.dim_vo]
+                .iter()
+                .any(|d| !(d * bits).is_multiple_of(128) || (bits == 4 && !d.is_multiple_of(64))) =>
+            {
+                format!("{} rows of {} and {} elements", s.kv, s.dim_qk, s.dim_vo)
+            }
+            // The products' operands have 11 or 8 significant bits; the output may not have more.
+            _ if s.out == DType::F32 || (s.out == DType::F16 && multiply == DType::BF16) => {
+                format!("{} results of {multiply} products", s.out)
+            }
+            _ if s.q == DType::F32 || (s.q == DType::F16 && multiply == DType::BF16) => {
+                format!("{} queries in {multiply} products", s.q)
+            }
+            // Rotated keys would be rounded to 16 bits before the product.
+            _ if s.variant.rotates_keys() => format!("{} keys that are rotated", s.kv),
+            _ if self == Self::Prefill && s.variant.rotates_queries() => "queries that are rotated".into(),
+            _ => return None,
+        };
+        Some(why)
+    }
+
+    /// The instantiation for `spec` on a device whose blocks have at most `shared` bytes. `runs`: aligned runs of [`RUN`]
+    /// positions lie in one page.
+    pub(super) fn instance(self, spec: &Spec, hooks: &Hooks, shared: u32, runs: bool) -> Instance {
         let out = if spec.states { "fir::State" } else { cpp(spec.out) };
-        let decode = Twin::of::<DecodeParams>();
+        let common = Twin::of::<AttentionParams>();
+        let dim = |d: usize| DIMS.into_iter().find(|&n| n >= d && (bits(spec.kv) > 4 || n % 64 == 0)).unwrap_or(d);
+        let (q, kv) = (cpp(spec.q), cpp(spec.kv));
+        let prelude = hooks.text.clone();
         match self {
             Self::Decode => {
-                let dim =
-                    |d: usize| DIMS.into_iter().find(|&n| n >= d && (bits(spec.kv) > 4 || n % 64 == 0)).unwrap_or(d);
                 let vo = dim(spec.dim_vo);
                 // Warps exchange rows of the output through a stage of keys and values, which must have the room.
                 let qk = dim(spec.dim_qk).max(vo);
@@ -176,24 +244,44 @@ impl Form {
                 let smem = smem(warps, stages) as u32;
                 let most = if qk > 128 { 1 } else { 2 };
                 let blocks = ((shared + 1024) / (smem + 1024)).clamp(1, most);
-                let (q, kv) = (cpp(spec.q), cpp(spec.kv));
+                let run = if runs && bits(spec.kv) > 4 { RUN } else { 1 };
                 let name = format!(
-                    "fir::decode<fir::DecodeConfig<{q}, {kv}, {out}, {qk}, {vo}, {}, {warps}, {stages}, {tile}>, {most}>",
+                    "fir::decode<fir::DecodeConfig<{q}, {kv}, {out}, {qk}, {vo}, {}, {warps}, {stages}, {tile}, {run}>, {most}>",
                     hooks.name
                 );
-                let params = hooks.twin(&decode.cpp, &[("", &decode)]);
-                let source = Source { file: "attention/decode.cuh", name, prelude: hooks.text.clone(), params };
-                Instance { form: self, source, threads: 32 * warps as u32, smem, blocks }
+                let params = hooks.twin(&common.cpp, &[("", &common)]);
+                let source = Source { file: "attention/decode.cuh", name, prelude, params };
+                Instance { form: self, source, threads: 32 * warps as u32, smem, blocks, rows: ROWS }
+            }
+            Self::Prefill => {
+                let (qk, vo) = (dim(spec.dim_qk), dim(spec.dim_vo));
+                let smem = |[warps, m, tile, _]: [usize; 4]| {
+                    let rows = 16 * m * warps;
+                    // q, factors and contexts of rows, two stages, places, a flag: the most that `PrefillConfig` may need.
+                    rows * (qk * 2 + 4 + 24) + 2 * tile * (qk + vo) * bits(spec.kv) / 8 + 16 * tile + 16
+                };
+                let shapes = PREFILL.into_iter().find(|(most, _)| *most >= qk.max(vo)).unwrap_or(PREFILL[2]).1;
+                let shape = shapes.into_iter().find(|s| smem(*s) <= shared as usize).unwrap_or(shapes[1]);
+                let ([warps, m, tile, most], smem) = (shape, smem(shape) as u32);
+                let blocks = ((shared + 1024) / (smem + 1024)).clamp(1, most as u32);
+                let name = format!(
+                    "fir::prefill<fir::PrefillConfig<{q}, {kv}, {out}, {qk}, {vo}, {}, {warps}, {m}, {tile}, 2>, {most}>",
+                    hooks.name
+                );
+                let own = Twin::of::<PrefillParams>();
+                let params = hooks.twin(&own.cpp, &[("", &own), ("common.", &common)]);
+                let source = Source { file: "attention/prefill.cuh", name, prelude, params };
+                Instance { form: self, source, threads: 32 * warps as u32, smem, blocks, rows: 16 * m * warps }
             }
             Self::Plain => {
                 let dim = (spec.dim_qk + spec.dim_pe.unwrap_or(0)).max(spec.dim_vo);
                 let most = dim.next_power_of_two().max(128);
                 let name = format!("fir::plain<{out}, {most}, {}>", hooks.name);
-                let plain = Twin::of::<PlainParams>();
-                let params = hooks.twin(&plain.cpp, &[("", &plain), ("decode.", &decode)]);
-                let source = Source { file: "attention/plain.cuh", name, prelude: hooks.text.clone(), params };
-                let smem = (ROWS * most * 4) as u32;
-                Instance { form: self, source, threads: 128, smem, blocks: if most > 128 { 2 } else { 4 } }
+                let own = Twin::of::<PlainParams>();
+                let params = hooks.twin(&own.cpp, &[("", &own), ("common.", &common)]);
+                let source = Source { file: "attention/plain.cuh", name, prelude, params };
+                let (smem, blocks) = ((ROWS * most * 4) as u32, if most > 128 { 2 } else { 4 });
+                Instance { form: self, source, threads: 128, smem, blocks, rows: ROWS }
             }
         }
     }

@@ -1,11 +1,13 @@
 //! The end of a cascade: the states that its levels leave, merged and finished (`levels.cuh`).
 
+use bytemuck::Zeroable as _;
+
 use super::super::call::Call;
 use super::super::driver::Grid;
 use super::super::exec::Gpu;
 use super::super::jit::Source;
 use super::super::params::{Address, Twin, params};
-use super::form::cpp;
+use super::form::{OutParams, cpp};
 use super::hooks::Hooks;
 use super::{OutRows, Plan, check_last, strides};
 use crate::error::Result;
@@ -16,17 +18,7 @@ use crate::variant::Bound;
 params! {
     /// All but the variant's parameters, which follow.
     struct LevelsParams = "fir::LevelsParams" {
-        out in "out.out": Address,
-        lse in "out.lse": Address,
-        out_token in "out.out_token": u64,
-        out_head in "out.out_head": u64,
-        lse_token in "out.lse_token": u64,
-        lse_head in "out.lse_head": u64,
-        partial_o in "out.partial_o": Address,
-        partial_md in "out.partial_md": Address,
-        merges in "out.merges": Address,
-        counters in "out.counters": Address,
-        tokens in "out.tokens": Address,
+        out: OutParams,
         states: Address,
         md: Address,
         rows: u32,
@@ -134,19 +126,18 @@ impl Plan {
         let rows = states.tokens * states.heads;
         let Some(kernel) = self.levels.as_ref().filter(|_| rows > 0) else { return call.finish() };
         states.name(&mut call);
-        self.list.name(&mut call);
+        self.name(&mut call);
         let params = LevelsParams {
-            out,
-            lse,
-            out_token,
-            out_head,
-            lse_token,
-            lse_head,
-            partial_o: Address(0),
-            partial_md: Address(0),
-            merges: Address(0),
-            counters: Address(0),
-            tokens: self.list.tokens(),
+            out: OutParams {
+                out,
+                lse,
+                out_token,
+                out_head,
+                lse_token,
+                lse_head,
+                tokens: self.token_list(),
+                ..OutParams::zeroed()
+            },
             states: states.o,
             md: states.md,
             rows: rows as u32,
@@ -158,11 +149,7 @@ impl Plan {
         };
         let mut bytes = bytemuck::bytes_of(&params).to_vec();
         self.hooks.pack(&mut call, bound, &mut bytes)?;
-        let other = self.list.enter(gpu)?;
-        call.launch_bytes(kernel, Grid::new(rows.div_ceil(4) as u32, 128), &bytes)?;
-        if other {
-            self.list.leave(gpu)?;
-        }
+        self.launch(gpu, &call, kernel, Grid::new(rows.div_ceil(4) as u32, 128), &bytes)?;
         call.finish()
     }
 }

@@ -8,7 +8,7 @@ use super::super::exec::Gpu;
 use super::super::params::Address;
 use super::Batch;
 use crate::error::{Error, Result};
-use crate::plan::{DeviceSizes, Item, Scratch};
+use crate::plan::{DeviceSizes, Item, Schedule, Scratch};
 use crate::tensor::DeviceMemory;
 
 /// `fir::WorkItem`.
@@ -30,7 +30,7 @@ struct WorkItem {
     merge: i32,
     next: i32,
     kv_base: i32,
-    pad: i32,
+    full_end: i32,
 }
 
 /// `fir::MergeItem`.
@@ -62,12 +62,13 @@ impl Room {
         }
     }
 
-    /// Where requests' starts, merges, tokens and items begin, and the end. Items are last: as many as there are travel.
+    /// Where requests' starts, merges, tokens and items begin, and the end. The number of items is first, they are last: as
+    /// many as there are travel.
     fn offsets(self) -> [usize; 5] {
-        let merges = (self.starts * 4).next_multiple_of(64);
+        let merges = (STARTS + self.starts * 4).next_multiple_of(64);
         let tokens = merges + self.merges * size_of::<MergeItem>();
         let items = (tokens + self.tokens * 16).next_multiple_of(64);
-        [0, merges, tokens, items, items + self.items * size_of::<WorkItem>()]
+        [STARTS, merges, tokens, items, items + self.items * size_of::<WorkItem>()]
     }
 }
 
@@ -84,14 +85,27 @@ pub(super) struct List {
     is_empty: bool,
 }
 
+/// Bytes before requests' starts: the number of items.
+const STARTS: usize = 16;
+
+/// How workers come to their items.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Order {
+    /// So many lists, one after the other in memory.
+    Lists(usize),
+    /// From a queue; and for a kernel that knows of none, every so-manieth from one's own number on.
+    Queue(usize),
+}
+
 /// Where the list of a dry run is.
 const NOWHERE: u64 = 3 << 60;
 
 impl List {
-    /// Room for balanced cuts of `tiles` query tiles, of a request each.
-    pub(super) fn new(gpu: &Gpu, tiles: usize, workers: usize) -> Result<Self> {
-        // A border between workers cuts a query tile's stretch into at most three more items.
-        let room = Room { starts: tiles, merges: workers, tokens: 0, items: tiles + 4 * workers };
+    /// Room for balanced cuts of so many query tiles, of a request each, for so many KV heads.
+    pub(super) fn new(gpu: &Gpu, [tiles, heads]: [usize; 2], workers: usize) -> Result<Self> {
+        // A border between workers cuts a query tile's stretch into at most three more items; workers in step have an item
+        // for each of their query tiles.
+        let room = Room { starts: tiles, merges: 2 * workers, tokens: 0, items: tiles * heads + 4 * workers };
         let mut list = Self {
             gpu: gpu.clone(),
             room: Room::default(),
@@ -119,10 +133,16 @@ impl List {
     }
 
     /// Writes a batch down and queues its copy: one, however many layers will read it.
-    pub(super) fn fill(&mut self, batch: Batch<'_>, workers: usize) -> Result<()> {
-        let Batch { schedule, tokens, kv_lens, kv_base } = batch;
-        let busy = (0..schedule.workers()).filter(|&w| !schedule.of(w).is_empty()).count();
-        let items = workers + schedule.items().len() - busy;
+    pub(super) fn fill(&mut self, schedule: &Schedule, batch: Batch<'_>, order: Order) -> Result<()> {
+        let Batch { tokens, kv_lens, kv_base, .. } = batch;
+        let count = schedule.items().len();
+        let items = match order {
+            Order::Lists(workers) => {
+                let busy = (0..schedule.workers()).filter(|&w| !schedule.of(w).is_empty()).count();
+                workers + count - busy
+            }
+            Order::Queue(workers) => workers.max(count),
+        };
         let (merges, tokens_here) = (schedule.merges().len(), if kv_base.is_some() { tokens.len() } else { 0 });
         self.reserve(Room { starts: kv_lens.len(), merges, tokens: tokens_here, items })?;
         self.has_tokens = kv_base.is_some();
@@ -130,10 +150,12 @@ impl List {
 
         let [_, at_merges, at_tokens, at_items, _] = self.room.offsets();
         self.bytes.clear();
+        // Items of no tokens are no work.
         self.bytes.resize(at_items + items * size_of::<WorkItem>(), 0);
         let (head, list) = self.bytes.split_at_mut(at_items);
+        head[..4].copy_from_slice(&(count as i32).to_ne_bytes());
         let mut start = 0i32;
-        for (to, &len) in head[..at_merges].chunks_exact_mut(4).zip(kv_lens) {
+        for (to, &len) in head[STARTS..at_merges].chunks_exact_mut(4).zip(kv_lens) {
             to.copy_from_slice(&start.to_ne_bytes());
             // Ragged KV has fewer than 2^31 rows; for pages it is not used.
             start = start.wrapping_add(len as i32);
@@ -145,47 +167,49 @@ impl List {
         if kv_base.is_some() {
             head[at_tokens..][..tokens.len() * 16].copy_from_slice(bytemuck::cast_slice(tokens));
         }
-        let mut put = |at: usize, item: WorkItem| {
+        let mut put = |at: usize, item: &Item, next: Option<usize>| {
+            let token = tokens[item.q_start as usize];
+            let key = (item.q_start, item.head_start);
+            let merge = schedule.merges().binary_search_by_key(&key, |m| (m.q_start, m.head)).unwrap_or(0);
+            let item = WorkItem {
+                request: token.batch,
+                q_start: item.q_start as i32,
+                tokens: item.q_len as i32,
+                q_idx: token.q_idx,
+                q_len: token.q_len,
+                kv_len: token.kv_len,
+                head_start: item.head_start as i32,
+                head_end: item.head_end as i32,
+                kv_start: item.kv_start as i32,
+                kv_end: item.kv_end as i32,
+                pages: item.request as i32,
+                partial: if item.partial == Item::WHOLE { -1 } else { item.partial as i32 },
+                merge: merge as i32,
+                next: next.map_or(-1, |i| i as i32),
+                kv_base: kv_base.map_or(0, |b| b[item.request as usize]),
+                full_end: item.full_end as i32,
+            };
             list[at * size_of::<WorkItem>()..][..size_of::<WorkItem>()].copy_from_slice(bytemuck::bytes_of(&item));
         };
-        // A worker's first item stands at its number, the others behind all of those.
-        let mut rest = workers;
-        for worker in 0..workers {
-            let own = schedule.of(worker);
-            let mut at = worker;
-            for (i, item) in own.iter().enumerate() {
-                let next = if i + 1 < own.len() { rest as i32 } else { -1 };
-                let token = tokens[item.q_start as usize];
-                let key = (item.q_start, item.head_start);
-                let merge = schedule.merges().binary_search_by_key(&key, |m| (m.q_start, m.head)).unwrap_or(0);
-                put(
-                    at,
-                    WorkItem {
-                        request: token.batch,
-                        q_start: item.q_start as i32,
-                        tokens: item.q_len as i32,
-                        q_idx: token.q_idx,
-                        q_len: token.q_len,
-                        kv_len: token.kv_len,
-                        head_start: item.head_start as i32,
-                        head_end: item.head_end as i32,
-                        kv_start: item.kv_start as i32,
-                        kv_end: item.kv_end as i32,
-                        pages: item.request as i32,
-                        partial: if item.partial == Item::WHOLE { -1 } else { item.partial as i32 },
-                        merge: merge as i32,
-                        next,
-                        kv_base: kv_base.map_or(0, |b| b[item.request as usize]),
-                        pad: 0,
-                    },
-                );
-                if next >= 0 {
-                    at = rest;
-                    rest += 1;
+        match order {
+            // A worker's first item stands at its number, the others behind all of those.
+            Order::Lists(workers) => {
+                let mut rest = workers;
+                for worker in 0..workers {
+                    let own = schedule.of(worker);
+                    let mut at = worker;
+                    for (i, item) in own.iter().enumerate() {
+                        let next = (i + 1 < own.len()).then_some(rest);
+                        put(at, item, next);
+                        at = rest;
+                        rest += usize::from(next.is_some());
+                    }
                 }
             }
-            if own.is_empty() {
-                put(at, WorkItem { next: -1, ..WorkItem::default() });
+            Order::Queue(workers) => {
+                for (i, item) in schedule.items().iter().enumerate() {
+                    put(i, item, Some(i + workers).filter(|&next| next < count));
+                }
             }
         }
         self.memory.as_ref().map_or(Ok(()), |memory| self.gpu.send(&self.bytes, memory))
@@ -196,84 +220,94 @@ impl List {
         self.is_empty
     }
 
-    fn at(&self, part: usize) -> Address {
-        let start = self.memory.as_ref().map_or(NOWHERE, Buffer::address);
-        Address(start + self.room.offsets()[part] as u64)
+    fn at(&self, offset: usize) -> Address {
+        Address(self.memory.as_ref().map_or(NOWHERE, Buffer::address) + offset as u64)
     }
 
-    pub(super) fn starts(&self) -> Address {
+    /// Where the number of items is.
+    pub(super) fn count(&self) -> Address {
         self.at(0)
     }
 
+    pub(super) fn starts(&self) -> Address {
+        self.at(STARTS)
+    }
+
     pub(super) fn merges(&self) -> Address {
-        self.at(1)
+        self.at(self.room.offsets()[1])
     }
 
     pub(super) fn tokens(&self) -> Address {
-        if self.has_tokens { self.at(2) } else { Address(0) }
+        if self.has_tokens { self.at(self.room.offsets()[2]) } else { Address(0) }
     }
 
     pub(super) fn items(&self) -> Address {
-        self.at(3)
-    }
-
-    /// Zeros for a run's scratch.
-    pub(super) fn scratch(&self, sizes: DeviceSizes) -> Scratch {
-        let memory = self.gpu.stream().map(|stream| -> Result<Box<dyn DeviceMemory>> {
-            let buffer = Buffer::new(stream, sizes.bytes())?;
-            buffer.fill(0)?;
-            Ok(Box::new(buffer))
-        });
-        Scratch::on_device(sizes, memory.transpose())
+        self.at(self.room.offsets()[3])
     }
 
     /// Names it for the records of a dry run.
     pub(super) fn name(&self, call: &mut Call<'_>) {
         let [_, merges, tokens, items, end] = self.room.offsets();
-        let parts =
-            [("starts", 0, merges), ("merges", merges, tokens), ("tokens", tokens, items), ("items", items, end)];
+        let parts = [
+            ("count", 0, STARTS),
+            ("starts", STARTS, merges),
+            ("merges", merges, tokens),
+            ("tokens", tokens, items),
+            ("items", items, end),
+        ];
         for (name, from, to) in parts {
-            call.name(name, self.at(0).0 + from as u64, to - from);
+            call.name(name, self.at(from).0, to - from);
         }
     }
+}
 
-    /// Refuses another device than the list is on.
-    pub(super) fn check(&self, op: &'static str, gpu: &Gpu) -> Result<()> {
-        let ordinal = |g: &Gpu| g.stream().map(|s| s.context().ordinal());
-        if ordinal(gpu) == ordinal(&self.gpu) {
-            return Ok(());
-        }
-        Err(Error::place(op, "plan", format!("{:?}", self.gpu), format!("{gpu:?}")))
-    }
+/// A run's scratch: zeros where counters are.
+pub(super) fn scratch(gpu: &Gpu, sizes: DeviceSizes) -> Scratch {
+    let memory = gpu.stream().map(|stream| -> Result<Box<dyn DeviceMemory>> {
+        let buffer = Buffer::new(stream, sizes.bytes())?;
+        buffer.fill(0, sizes.counter_bytes())?;
+        Ok(Box::new(buffer))
+    });
+    Scratch::on_device(sizes, memory.transpose())
+}
 
-    /// Lets a run on another stream wait for the copy; whether it is another. A graph is captured on the plan's own.
-    pub(super) fn enter(&self, gpu: &Gpu) -> Result<bool> {
-        let (Some(own), Some(stream)) = (self.gpu.stream(), gpu.stream()) else { return Ok(false) };
-        if own.handle() == stream.handle() {
-            return Ok(false);
-        }
-        stream.wait(&own.record()?)?;
-        Ok(true)
+/// Refuses another device than that of a plan made with `own`.
+pub(super) fn check(op: &'static str, own: &Gpu, gpu: &Gpu) -> Result<()> {
+    let ordinal = |g: &Gpu| g.stream().map(|s| s.context().ordinal());
+    if ordinal(gpu) == ordinal(own) {
+        return Ok(());
     }
+    Err(Error::place(op, "plan", format!("{own:?}"), format!("{gpu:?}")))
+}
 
-    /// Lets the next batch's copy wait for a run on another stream.
-    pub(super) fn leave(&self, gpu: &Gpu) -> Result<()> {
-        let (Some(own), Some(stream)) = (self.gpu.stream(), gpu.stream()) else { return Ok(()) };
-        own.wait(&stream.record()?)
+/// Lets a run on another stream than `own` wait for the copies of lists; whether it is another. A graph is captured on the
+/// plan's own.
+pub(super) fn enter(own: &Gpu, gpu: &Gpu) -> Result<bool> {
+    let (Some(own), Some(stream)) = (own.stream(), gpu.stream()) else { return Ok(false) };
+    if own.handle() == stream.handle() {
+        return Ok(false);
     }
+    stream.wait(&own.record()?)?;
+    Ok(true)
+}
+
+/// Lets the next batch's copy wait for a run on another stream.
+pub(super) fn leave(own: &Gpu, gpu: &Gpu) -> Result<()> {
+    let (Some(own), Some(stream)) = (own.stream(), gpu.stream()) else { return Ok(()) };
+    own.wait(&stream.record()?)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::cuda::arch::Arch;
-    use crate::plan::{Cut, Entry, Schedule, Split, Token};
+    use crate::plan::{Cut, Entry, Split, Token};
 
     /// Every worker finds its items in order, each part its merge, and refilling leaves everything in its place.
     #[test]
     fn a_list_is_its_schedule() {
         let gpu = Gpu::dry(Arch::HOPPER);
-        let mut list = List::new(&gpu, 8, 20).unwrap();
+        let mut list = List::new(&gpu, [8, 3], 20).unwrap();
         let place = list.items();
         for (lens, split) in [
             (&[900u32, 3, 0, 64, 700][..], Split::Balanced),
@@ -291,11 +325,14 @@ mod tests {
                 q_len: 1,
                 kv_start: 0,
                 kv_end,
+                full_end: kv_end / 2,
             };
             let entries: Vec<_> = lens.iter().enumerate().map(entry).collect();
             let mut schedule = Schedule::default();
-            schedule.fill(Cut { workers: 20, kv_heads: 3, group: 4, split }, &entries).unwrap();
-            list.fill(Batch { schedule: &schedule, tokens: &tokens, kv_lens: lens, kv_base: None }, 20).unwrap();
+            let cut = Cut { workers: 20, kv_heads: 3, group: 4, split, in_step: true };
+            schedule.fill(cut, &entries).unwrap();
+            let batch = Batch { entries: &entries, long: &[], tokens: &tokens, kv_lens: lens, kv_base: None };
+            list.fill(&schedule, batch, Order::Lists(20)).unwrap();
             let [_, at_merges, _, at_items, _] = list.room.offsets();
             let items: Vec<WorkItem> =
                 list.bytes[at_items..].chunks_exact(64).map(bytemuck::pod_read_unaligned).collect();
@@ -311,6 +348,7 @@ mod tests {
                     assert_eq!((got.q_start, got.tokens), (want.q_start as i32, want.q_len as i32));
                     assert_eq!((got.head_start, got.head_end), (want.head_start as i32, want.head_end as i32));
                     assert_eq!((got.kv_start, got.kv_end), (want.kv_start as i32, want.kv_end as i32));
+                    assert_eq!(got.full_end, want.full_end as i32);
                     assert_eq!((got.kv_len, got.pages), (lens[want.request as usize] as i32, want.request as i32));
                     assert_eq!(got.partial < 0, want.partial == Item::WHOLE);
                     for head in want.head_start..want.head_end {
@@ -328,6 +366,29 @@ mod tests {
                 let got: MergeItem = bytemuck::pod_read_unaligned(&list.bytes[at_merges + 16 * i..][..16]);
                 assert_eq!((got.first, got.stride, got.parts), (m.first as i32, m.stride as i32, m.parts as i32));
             }
+            // The same as a queue: in order, and each once by the chains of those who know of none.
+            schedule.fill_queue(cut, &entries).unwrap();
+            list.fill(&schedule, batch, Order::Queue(20)).unwrap();
+            let [_, _, _, at_items, _] = list.room.offsets();
+            let items: Vec<WorkItem> =
+                list.bytes[at_items..].chunks_exact(64).map(bytemuck::pod_read_unaligned).collect();
+            let count = i32::from_ne_bytes(list.bytes[..4].try_into().unwrap()) as usize;
+            assert_eq!(count, schedule.items().len());
+            for (got, want) in items.iter().zip(schedule.items()) {
+                assert_eq!(
+                    (got.q_start, got.kv_start, got.kv_end),
+                    (want.q_start as i32, want.kv_start as i32, want.kv_end as i32)
+                );
+            }
+            let mut met = vec![0; items.len()];
+            for w in 0..20 {
+                let mut at = w;
+                while at >= 0 && items[at as usize].tokens > 0 {
+                    met[at as usize] += 1;
+                    at = items[at as usize].next;
+                }
+            }
+            assert!(met.iter().enumerate().all(|(i, &n)| n == i32::from(i < count)), "{met:?}");
             if split == Split::Balanced {
                 assert_eq!(list.items(), place, "{lens:?}");
             }

@@ -17,9 +17,9 @@ pub(crate) mod merge;
 
 use std::sync::Arc;
 
-use self::form::{DecodeParams, Form, Instance, KvTensor, PlainParams};
+use self::form::{AttentionParams, Form, Instance, KvPool, KvTensor, OutParams, PlainParams, PrefillParams};
 use self::hooks::Hooks;
-use self::list::List;
+use self::list::{List, Order};
 use super::call::Call;
 use super::driver::Grid;
 use super::exec::{Gpu, Kernel};
@@ -27,7 +27,7 @@ use super::jit::Source;
 use super::params::Address;
 use crate::error::{Error, Result};
 use crate::kv::PageTable;
-use crate::plan::{DeviceSizes, Schedule, Scratch, Split, Token};
+use crate::plan::{Cut, DeviceSizes, Entry, Schedule, Scratch, Split, Token};
 use crate::tensor::{DType, Layout, TensorMut, TensorRef};
 use crate::variant::{Bound, Variant};
 
@@ -50,49 +50,19 @@ pub(crate) struct Spec {
     pub(crate) variant: Variant,
 }
 
-/// Most rows of a query tile, unless one token has more: those of one tensor-core tile.
+/// Rows of one tensor-core tile: most rows of a short query tile, unless one token has more.
 const ROWS: usize = 16;
 
-/// A kernel and the reason why it refuses a problem, if it does.
-type Candidate = (Form, fn(&Spec) -> Option<String>);
-
-/// The kernels, best first. The tensor-core kernel for long queries goes before them all.
-const CANDIDATES: &[Candidate] = &[
-    (Form::Decode, |s| {
-        let Some(multiply) = form::multiplied(s.kv) else { return Some(format!("{} keys and values", s.kv)) };
-        let bits = form::bits(s.kv);
-        let why = match s {
-            _ if s.dim_pe.is_some() => "latent attention".into(),
-            _ if s.group > ROWS => format!("{} query heads per KV head are more than {ROWS}", s.group),
-            _ if s.dim_qk.max(s.dim_vo) > 256 => format!("head dims {}, {} above 256", s.dim_qk, s.dim_vo),
-            _ if [s.dim_qk, s.dim_vo]
-                .iter()
-                .any(|d| !(d * bits).is_multiple_of(128) || (bits == 4 && !d.is_multiple_of(64))) =>
-            {
-                format!("{} rows of {} and {} elements", s.kv, s.dim_qk, s.dim_vo)
-            }
-            // The products' operands have 11 or 8 significant bits; the output may not have more.
-            _ if s.out == DType::F32 || (s.out == DType::F16 && multiply == DType::BF16) => {
-                format!("{} results of {multiply} products", s.out)
-            }
-            _ if s.q == DType::F32 || (s.q == DType::F16 && multiply == DType::BF16) => {
-                format!("{} queries in {multiply} products", s.q)
-            }
-            // Rotated keys would be rounded to 16 bits before the product.
-            _ if s.variant.rotates_keys() => format!("{} keys that are rotated", s.kv),
-            _ => return None,
-        };
-        Some(why)
-    }),
-    (Form::Plain, |_| None),
-];
+/// The kernels for tiles of up to [`ROWS`] rows, and for longer ones, best first.
+const CANDIDATES: [[Form; 3]; 2] =
+    [[Form::Decode, Form::Prefill, Form::Plain], [Form::Prefill, Form::Decode, Form::Plain]];
 
 /// The first kernel that takes `spec`.
-fn choose(spec: &Spec) -> Result<Form> {
+fn choose(spec: &Spec, long: bool) -> Result<Form> {
     let mut why = Vec::new();
-    for (form, refuses) in CANDIDATES {
-        match refuses(spec) {
-            None => return Ok(*form),
+    for form in CANDIDATES[usize::from(long)] {
+        match form.refuses(spec) {
+            None => return Ok(form),
             Some(reason) => why.push(format!("{form:?}: {reason}")),
         }
     }
@@ -151,10 +121,15 @@ pub(super) fn kernels() -> Vec<Source> {
     }
     let mut all: Vec<Source> = Vec::new();
     for spec in specs {
-        let form = choose(&spec).unwrap_or(Form::Plain);
-        let source = form.instance(&spec, &Hooks::new(&spec.variant), arch).source;
-        if !all.contains(&source) {
-            all.push(source);
+        let hooks = Hooks::new(&spec.variant);
+        // Pages that are no multiple of a run: of the commonest problem alone.
+        let common = spec.kv == bf16 && spec.dim_qk == 128 && !spec.states && spec.variant == standard();
+        for (long, runs) in [(false, true), (true, true), (false, false)] {
+            let form = choose(&spec, long).unwrap_or(Form::Plain);
+            let source = form.instance(&spec, &hooks, arch, runs || !common).source;
+            if !all.contains(&source) {
+                all.push(source);
+            }
         }
     }
     all.extend(levels::kernels());
@@ -162,31 +137,42 @@ pub(super) fn kernels() -> Vec<Source> {
     all
 }
 
-/// A plan as a device has it: the kernel, loaded, and the work list.
+/// A plan as a device has it: kernels, loaded when a batch first needs them, and their work lists.
 #[derive(Debug)]
 pub(crate) struct Plan {
+    gpu: Gpu,
     spec: Spec,
     hooks: Hooks,
-    instance: Instance,
-    kernel: Arc<Kernel>,
+    kv_heads: usize,
+    split: Split,
+    /// Query tiles that there is room for.
+    tiles: usize,
+    /// The kernel for short query tiles, and that for longer ones if it is another.
+    lanes: Vec<Lane>,
     /// The kernel that merges a cascade's levels, if this is one.
     levels: Option<Arc<Kernel>>,
-    workers: usize,
-    /// Whether the list holds room for any cut of a batch of so many query tiles.
-    split: Split,
-    list: List,
-    /// Rows of partial results that scratch has room for.
-    partial_rows: usize,
-    counters: usize,
 }
 
-/// A batch as its schedule has it.
+/// One of a plan's kernels with its share of the batch.
+#[derive(Debug)]
+struct Lane {
+    instance: Instance,
+    /// Blocks that run beside each other.
+    workers: usize,
+    schedule: Schedule,
+    /// None before a batch needs it.
+    loaded: Option<(Arc<Kernel>, List)>,
+}
+
+/// A batch of query tiles.
 #[derive(Clone, Copy)]
 pub(crate) struct Batch<'a> {
-    pub(crate) schedule: &'a Schedule,
+    /// Those of at most [`Plan::tile`]'s short rows, and the others.
+    pub(crate) entries: &'a [Entry],
+    pub(crate) long: &'a [Entry],
     /// Where every query token stands.
     pub(crate) tokens: &'a [Token],
-    /// KV tokens of the schedule's requests.
+    /// KV tokens of the entries' requests.
     pub(crate) kv_lens: &'a [u32],
     /// First position of each of them, at a level of a cascade.
     pub(crate) kv_base: Option<&'a [i32]>,
@@ -231,58 +217,131 @@ pub(crate) struct Args<'a> {
 }
 
 impl Plan {
-    /// Chooses and loads the kernel; the list has room for `tiles` query tiles.
-    pub(crate) fn new(gpu: &Gpu, spec: Spec, tiles: usize, split: Split) -> Result<Self> {
+    /// Chooses kernels; lists will have room for so many query tiles of so many KV heads. `decodes`: of one token each.
+    pub(crate) fn new(
+        gpu: &Gpu,
+        spec: Spec,
+        [tiles, kv_heads]: [usize; 2],
+        split: Split,
+        decodes: bool,
+    ) -> Result<Self> {
         let hooks = Hooks::new(&spec.variant);
-        let instance = choose(&spec)?.instance(&spec, &hooks, gpu.properties().shared_per_block);
-        let kernel = gpu.kernel(instance.source.clone())?;
-        let workers = (gpu.properties().multiprocessors * instance.blocks) as usize;
+        let mut forms = vec![choose(&spec, false)?, choose(&spec, true)?];
+        forms.dedup();
+        if decodes {
+            forms.truncate(1);
+        }
+        let lane = |form: Form| {
+            let instance = form.instance(&spec, &hooks, gpu.properties().shared_per_block, true);
+            let workers = (gpu.properties().multiprocessors * instance.blocks) as usize;
+            Lane { instance, workers, schedule: Schedule::default(), loaded: None }
+        };
+        let lanes = forms.into_iter().map(lane).collect();
         let levels = spec.states.then(|| gpu.kernel(levels::source(spec.out, &hooks))).transpose()?;
-        let list = List::new(gpu, tiles, workers)?;
-        Ok(Self { spec, hooks, instance, kernel, levels, workers, split, list, partial_rows: 0, counters: 0 })
+        Ok(Self { gpu: gpu.clone(), spec, hooks, kv_heads, split, tiles, lanes, levels })
     }
 
-    /// Rows of a query tile: as many tokens' as fit.
-    pub(crate) fn rows(&self) -> usize {
-        (ROWS / self.spec.group).max(1) * self.spec.group
+    /// Tokens of a query tile of a request of `q_len` tokens, and whether it is long.
+    pub(crate) fn tile(&self, q_len: u32) -> (u32, bool) {
+        let group = self.spec.group;
+        let long = self.lanes.len() > 1 && (q_len as usize).saturating_mul(group) > self.lanes[0].instance.rows;
+        ((self.lanes[usize::from(long)].instance.rows / group).max(1) as u32, long)
     }
 
-    /// Blocks that run beside each other.
-    pub(crate) fn workers(&self) -> usize {
-        self.workers
+    /// Who does what of the short tiles.
+    pub(crate) fn schedule(&self) -> &Schedule {
+        &self.lanes[0].schedule
     }
 
-    /// Copies a batch to the device, in the order of the stream that the plan was made with.
+    /// Cuts a batch over the workers and copies the lists to the device, in the order of the stream that the plan was made
+    /// with. Loads what kernels it needs.
     pub(crate) fn fill(&mut self, batch: Batch<'_>) -> Result<()> {
-        self.list.fill(batch, self.workers)?;
-        (self.partial_rows, self.counters) = (batch.schedule.partial_rows(), batch.schedule.merges().len());
-        // A balanced cut has a border less than workers, each of which leaves two parts at most: scratch of that size fits
-        // every later batch of the plan too.
-        if self.split == Split::Balanced && self.rows() <= ROWS {
-            self.partial_rows = self.partial_rows.max(2 * self.workers * self.rows());
-            self.counters = self.counters.max(self.workers);
+        for (lane, entries) in self.lanes.iter_mut().zip([batch.entries, batch.long]) {
+            let (kernel, list) = match &mut lane.loaded {
+                Some((kernel, list)) => (kernel.clone(), list),
+                None if entries.is_empty() => continue,
+                loaded @ None => {
+                    let kernel = self.gpu.kernel(lane.instance.source.clone())?;
+                    let list = List::new(&self.gpu, [self.tiles, self.kv_heads], lane.workers)?;
+                    let (kernel, list) = loaded.insert((kernel, list));
+                    (kernel.clone(), list)
+                }
+            };
+            debug_assert!(kernel.source == lane.instance.source);
+            let cut = Cut {
+                workers: lane.workers,
+                kv_heads: self.kv_heads as u32,
+                group: self.spec.group as u32,
+                split: self.split,
+                in_step: true,
+            };
+            let (filled, order) = match lane.instance.form {
+                Form::Prefill => (lane.schedule.fill_queue(cut, entries), Order::Queue(lane.workers)),
+                Form::Decode | Form::Plain => (lane.schedule.fill(cut, entries), Order::Lists(lane.workers)),
+            };
+            filled.ok_or_else(|| {
+                Error::value(self.spec.op, "split", format!("{:?}", self.split), "at most 2^24 partial rows")
+            })?;
+            list.fill(&lane.schedule, batch, order)?;
         }
         Ok(())
     }
 
-    /// Memory that a run needs: pairs (m, d), then rows from a multiple of 16 bytes on.
+    /// Rows of partial results and counters of merges that a lane needs. A balanced cut leaves two parts of a tile per
+    /// worker at most: scratch of that size fits every later batch of the plan too.
+    fn parts(&self, lane: &Lane) -> [usize; 2] {
+        let now = [lane.schedule.partial_rows(), lane.schedule.merges().len()];
+        let rows = lane.instance.rows;
+        if self.split == Split::Balanced && self.spec.group <= rows {
+            return [
+                now[0].max(2 * lane.workers * (rows / self.spec.group * self.spec.group)),
+                now[1].max(2 * lane.workers),
+            ];
+        }
+        now
+    }
+
+    /// Memory that a run needs: pairs (m, d), then rows from a multiple of 16 bytes on; counters of merges, then the queue.
+    /// Lanes take turns, so they share it.
     pub(crate) fn sizes(&self) -> DeviceSizes {
-        DeviceSizes { counters: self.counters, floats: self.partial_rows * (self.spec.dim_vo + 2) + 4 }
+        let [rows, merges] = self.most_parts();
+        DeviceSizes { counters: merges + 2, floats: rows * (self.spec.dim_vo + 2) + 4 }
+    }
+
+    fn most_parts(&self) -> [usize; 2] {
+        self.lanes.iter().map(|l| self.parts(l)).fold([0, 0], |a, b| [a[0].max(b[0]), a[1].max(b[1])])
     }
 
     /// Memory for a run of so much, in the order of the plan's stream.
     pub(crate) fn scratch(&self, sizes: DeviceSizes) -> Scratch {
-        self.list.scratch(sizes)
+        list::scratch(&self.gpu, sizes)
+    }
+
+    /// Where tokens stand, for a level of a cascade.
+    fn token_list(&self) -> Address {
+        self.lanes.iter().filter_map(|l| l.loaded.as_ref()).map(|(_, list)| list.tokens()).next().unwrap_or_default()
+    }
+
+    /// Names the lists for the records of a dry run.
+    fn name(&self, call: &mut Call<'_>) {
+        self.lanes.iter().filter_map(|l| l.loaded.as_ref()).for_each(|(_, list)| list.name(call));
+    }
+
+    /// Queues a launch; on another stream than the plan's in turn with the copies of its lists.
+    fn launch(&self, gpu: &Gpu, call: &Call<'_>, kernel: &Kernel, grid: Grid, bytes: &[u8]) -> Result<()> {
+        let other = list::enter(&self.gpu, gpu)?;
+        call.launch_bytes(kernel, grid, bytes)?;
+        if other { list::leave(&self.gpu, gpu) } else { Ok(()) }
     }
 
     /// Queues one layer.
     pub(crate) fn run<'a>(&'a self, gpu: &'a Gpu, args: Args<'a>) -> Result<()> {
         let Args { op, q, q_pe, k, v, kpe, block_scales, index, sm_scale, v_scale, bound, scratch, sink } = args;
         let spec = &self.spec;
-        self.list.check(op, gpu)?;
+        list::check(op, &self.gpu, gpu)?;
         let mut call = Call::new(gpu, op);
         let pages = k.shape()[0];
-        let page_size = k.shape()[1];
+        let (page_size, rows_per_page) = (k.shape()[1], k.shape()[1]);
         let too_many = |arg, got: usize| Error::value(op, arg, got, "at most 2^32 - 1 on CUDA");
         let num_pages = u32::try_from(pages).map_err(|_| too_many("kv", pages))?;
 
@@ -303,20 +362,23 @@ impl Plan {
                 let [indptr, indices] = read_table(&mut call, table)?;
                 (indptr, indices, page_size as u32)
             }
-            // A single page of all rows, of which nothing is divided by.
-            Index::Ragged => (self.list.starts(), Address(0), 1),
+            // A single page of all rows, of which nothing is divided by; each list has the requests' starts.
+            Index::Ragged => (Address(0), Address(0), 1),
         };
         let sizes = self.sizes();
         let (counters, floats) = match scratch.take_device(op, sizes)? {
             Some([counters, floats]) => (counters.address, floats.address),
             None => (1 << 60, (1 << 60) + (1 << 40)),
         };
-        let rest = (8 * self.partial_rows as u64).next_multiple_of(16);
+        let [partial_rows, merges] = self.most_parts();
+        let rest = (8 * partial_rows as u64).next_multiple_of(16);
         let (partial_md, partial_o) = (Address(floats), Address(floats + rest));
-        call.name("counters", counters, sizes.counters * 4);
+        let queue = Address(counters + 4 * merges as u64);
+        call.name("counters", counters, merges * 4);
+        call.name("queue", queue.0, 8);
         call.name("partial_md", partial_md.0, rest as usize);
         call.name("partial_o", partial_o.0, sizes.floats * 4 - rest as usize);
-        self.list.name(&mut call);
+        self.name(&mut call);
 
         let out = match sink {
             Sink::Output { out, lse } => {
@@ -337,93 +399,102 @@ impl Plan {
                 states.level(level)
             }
         };
-        if self.list.is_empty() {
-            return call.finish();
-        }
-        let decode = DecodeParams {
+        let common = AttentionParams {
             q: rows.start,
             q_token: rows.token,
             q_head: rows.head,
-            items: self.list.items(),
-            out: out.out,
-            lse: out.lse.0,
-            out_token: out.token,
-            out_head: out.head,
-            lse_token: out.lse.1,
-            lse_head: out.lse.2,
-            partial_o,
-            partial_md,
-            merges: self.list.merges(),
-            counters: Address(counters),
-            tokens: self.list.tokens(),
-            k: k.data,
-            k_page: k.page,
-            k_row: k.row,
-            k_head: k.head,
-            v: v.data,
-            v_page: v.page,
-            v_row: v.row,
-            v_head: v.head,
-            k_scales: k_scales.data,
-            k_scales_page: k_scales.page,
-            k_scales_row: k_scales.row,
-            k_scales_head: k_scales.head,
-            v_scales: v_scales.data,
-            v_scales_page: v_scales.page,
-            v_scales_row: v_scales.row,
-            v_scales_head: v_scales.head,
-            indices,
-            indptr,
-            num_pages,
-            page_size,
-            page_shift: if page_size.is_power_of_two() { page_size.trailing_zeros() as i32 } else { -1 },
-            dim_qk: spec.dim_qk as i32,
-            dim_vo: spec.dim_vo as i32,
-            k_scale: 1.0,
-            v_scale,
-            pad: 0,
+            items: Address(0),
+            out: OutParams {
+                out: out.out,
+                lse: out.lse.0,
+                out_token: out.token,
+                out_head: out.head,
+                lse_token: out.lse.1,
+                lse_head: out.lse.2,
+                partial_o,
+                partial_md,
+                merges: Address(0),
+                counters: Address(counters),
+                tokens: Address(0),
+            },
+            kv: KvPool {
+                k,
+                v,
+                k_scales,
+                v_scales,
+                indices,
+                indptr,
+                num_pages,
+                page_size,
+                page_shift: if page_size.is_power_of_two() { page_size.trailing_zeros() as i32 } else { -1 },
+                dim_qk: spec.dim_qk as i32,
+                dim_vo: spec.dim_vo as i32,
+                k_scale: 1.0,
+                v_scale,
+                pad: 0,
+            },
             sm_scale,
             group: spec.group as i32,
         };
-        let out_bytes = if spec.states { 4 } else { 4 * spec.out.size() as u64 };
+        let out_bytes = if spec.states { 16 } else { 4 * spec.out.size() as u64 };
         let aligned = [rows.start.0, rows.token, rows.head].iter().all(|x| x % 16 == 0)
             && [k, v].iter().all(|t| t.is_multiple_of(16))
             && [k_scales, v_scales].iter().all(|t| t.is_multiple_of(4))
             && [out.out.0, out.token, out.head].iter().all(|x| x % out_bytes == 0);
-        let fallback;
-        let (instance, kernel) = if self.instance.form == Form::Decode && !aligned {
-            // Rare enough to be compiled when it is met, and not with every plan.
-            let plain = Form::Plain.instance(spec, &self.hooks, gpu.properties().shared_per_block);
-            let kernel = gpu.kernel(plain.source.clone())?;
-            fallback = plain;
-            (&fallback, kernel)
-        } else {
-            (&self.instance, self.kernel.clone())
-        };
-        let mut bytes = Vec::with_capacity(instance.source.params.size);
-        if instance.form == Form::Plain {
-            let (pe, pe_factor) = pe.unwrap_or_default();
-            bytes.extend_from_slice(bytemuck::bytes_of(&PlainParams {
-                q_pe: pe.start,
-                q_pe_token: pe.token,
-                q_pe_head: pe.head,
-                kpe: kpe.data,
-                kpe_page: kpe.page,
-                kpe_row: kpe.row,
-                kpe_head: kpe.head,
-                dim_pe: spec.dim_pe.unwrap_or(0) as i32,
-                pe_factor,
-                q_type: form::number(spec.q),
-                kv_type: form::number(spec.kv),
-            }));
-        }
-        bytes.extend_from_slice(bytemuck::bytes_of(&decode));
-        self.hooks.pack(&mut call, bound, &mut bytes)?;
-        let grid = Grid { smem: instance.smem, ..Grid::new(self.workers as u32, instance.threads) };
-        let other = self.list.enter(gpu)?;
-        call.launch_bytes(&kernel, grid, &bytes)?;
-        if other {
-            self.list.leave(gpu)?;
+        // Offsets of rows travel as 32-bit counts of 16 bytes in `prefill.cuh`.
+        let spans = |t: KvTensor| t.page.saturating_mul(pages as u64).max(t.row.saturating_mul(rows_per_page as u64));
+        let near = spans(k).max(spans(v)) < 1 << 36;
+        let runs = indices == Address(0) || page_size.is_multiple_of(form::RUN as u32);
+        let mut tail = Vec::new();
+        self.hooks.pack(&mut call, bound, &mut tail)?;
+        let mut bytes = Vec::with_capacity(1024);
+        for lane in &self.lanes {
+            let Some((kernel, list)) = lane.loaded.as_ref().filter(|(_, list)| !list.is_empty()) else { continue };
+            let fallback;
+            let form = lane.instance.form;
+            let fits = match form {
+                Form::Decode => aligned && runs,
+                Form::Prefill => aligned && near,
+                Form::Plain => true,
+            };
+            let (instance, kernel) = if fits {
+                (&lane.instance, kernel.clone())
+            } else {
+                // Rare enough to be compiled when it is met, and not with every plan.
+                let form = if aligned && form == Form::Decode { form } else { Form::Plain };
+                fallback = form.instance(spec, &self.hooks, gpu.properties().shared_per_block, false);
+                (&fallback, gpu.kernel(fallback.source.clone())?)
+            };
+            bytes.clear();
+            match instance.form {
+                Form::Decode => {}
+                Form::Prefill => bytes.extend_from_slice(bytemuck::bytes_of(&PrefillParams {
+                    queue,
+                    count: list.count(),
+                    heads: self.kv_heads as i32,
+                    pad: 0,
+                })),
+                Form::Plain => {
+                    let (pe, pe_factor) = pe.unwrap_or_default();
+                    bytes.extend_from_slice(bytemuck::bytes_of(&PlainParams {
+                        q_pe: pe.start,
+                        q_pe_token: pe.token,
+                        q_pe_head: pe.head,
+                        kpe,
+                        dim_pe: spec.dim_pe.unwrap_or(0) as i32,
+                        pe_factor,
+                        q_type: form::number(spec.q),
+                        kv_type: form::number(spec.kv),
+                    }));
+                }
+            }
+            let out = OutParams { merges: list.merges(), tokens: list.tokens(), ..common.out };
+            let indptr = if indices == Address(0) { list.starts() } else { indptr };
+            let kv = KvPool { indptr, ..common.kv };
+            bytes.extend_from_slice(bytemuck::bytes_of(&AttentionParams { items: list.items(), out, kv, ..common }));
+            bytes.extend_from_slice(&tail);
+            let grid = Grid { smem: instance.smem, ..Grid::new(lane.workers as u32, instance.threads) };
+            self.launch(gpu, &call, &kernel, grid, &bytes)?;
         }
         call.finish()
     }

@@ -100,8 +100,20 @@ pub struct BatchPlan {
     kv_lens: Vec<u32>,
     tokens: Vec<Token>,
     kv_base: Option<Vec<i32>>,
+    /// Query tiles; those of a GPU's kernel for long ones apart.
     entries: Vec<Entry>,
+    long: Vec<Entry>,
     schedule: Schedule,
+}
+
+/// What a plan is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Use {
+    Any,
+    /// One token each.
+    Decodes,
+    /// A level of a cascade, whose rows stay unfinished.
+    Level,
 }
 
 /// What a plan has of the executor that it was made for.
@@ -113,21 +125,17 @@ pub(super) enum Backend {
 }
 
 impl Backend {
-    /// Query rows per head of a tile.
-    pub(super) fn rows(&self) -> usize {
+    /// Tokens of a query tile of a request of `q_len` tokens with `group` query heads to a KV head; whether it is one of a
+    /// GPU's long tiles.
+    pub(super) fn tile(
+        &self,
+        #[cfg_attr(not(feature = "cuda"), expect(unused))] q_len: u32,
+        group: usize,
+    ) -> (u32, bool) {
         match self {
-            Self::Cpu(shape) => shape.rows,
+            Self::Cpu(shape) => ((shape.rows / group) as u32, false),
             #[cfg(feature = "cuda")]
-            Self::Cuda(plan) => plan.rows(),
-        }
-    }
-
-    /// Workers that a schedule is cut for.
-    pub(super) fn workers(&self, exec: &Exec) -> usize {
-        match self {
-            Self::Cpu(_) => exec.workers(),
-            #[cfg(feature = "cuda")]
-            Self::Cuda(plan) => plan.workers(),
+            Self::Cuda(plan) => plan.tile(q_len),
         }
     }
 
@@ -174,20 +182,22 @@ impl BatchPlan {
 
     /// An empty plan with room for `requests`; [`Self::refill`] gives it a batch, in the memory of the one before.
     ///
-    /// On a GPU the kernel is compiled and loaded here, and the plan's memory there stays in its place for every balanced
-    /// batch of up to `requests` query tiles (decodes, or a KV head's 16 query rows); a larger one moves it, and graphs
-    /// that were captured before must be captured again.
+    /// On a GPU a kernel is compiled and loaded by the first batch that needs it: one for requests of up to 16 query rows to
+    /// a KV head, one for longer ones. The plan's memory there stays in its place for every balanced batch of up to
+    /// `requests` query tiles (decodes, or a KV head's 16 query rows; 64 to 256 of the longer requests); a larger one moves
+    /// it, and graphs that were captured before must be captured again, as must those of a batch without long requests
+    /// when one with them comes.
     pub fn with_capacity(exec: &Exec, problem: Problem, requests: usize, split: Split) -> Result<Self> {
-        Self::with_levels(exec, problem, requests, split, false)
+        Self::with_use(exec, problem, requests, split, Use::Any)
     }
 
-    /// [`Self::with_capacity`]; `states`: as a level of a cascade, whose rows stay unfinished.
-    pub(super) fn with_levels(
+    /// [`Self::with_capacity`] for something special.
+    pub(super) fn with_use(
         exec: &Exec,
         problem: Problem,
         requests: usize,
         split: Split,
-        #[cfg_attr(not(feature = "cuda"), expect(unused))] states: bool,
+        #[cfg_attr(not(feature = "cuda"), expect(unused))] used: Use,
     ) -> Result<Self> {
         const OP: &str = "BatchPlan";
         problem.check(OP)?;
@@ -210,23 +220,25 @@ impl BatchPlan {
                     dim_vo: problem.head_dim_vo,
                     dim_pe: None,
                     group: problem.group(),
-                    states,
+                    states: used == Use::Level,
                     variant: problem.variant.clone(),
                 };
-                Backend::Cuda(Box::new(gpu_kernel::Plan::new(gpu, spec, requests, split)?))
+                let (tiles, decodes) = ([requests, problem.kv_heads], used == Use::Decodes);
+                Backend::Cuda(Box::new(gpu_kernel::Plan::new(gpu, spec, tiles, split, decodes)?))
             }
         };
         Ok(Self {
             program,
             problem,
             split,
-            workers: backend.workers(exec),
+            workers: exec.workers(),
             backend,
             qo: Ragged::from_lens(&[])?,
             kv_lens: Vec::with_capacity(requests),
             tokens: Vec::with_capacity(requests),
             kv_base: None,
             entries: Vec::with_capacity(requests),
+            long: Vec::new(),
             schedule: Schedule::default(),
         })
     }
@@ -261,38 +273,46 @@ impl BatchPlan {
         self.kv_lens.clear();
         self.kv_lens.extend_from_slice(kv_lens);
         self.entries.clear();
+        self.long.clear();
         let group = self.problem.group();
-        let tile = (self.backend.rows() / group) as u32;
+        let (mask, on_gpu) = (self.program.has_mask(), !matches!(self.backend, Backend::Cpu(_)));
         for (r, (&q_len, &kv_len)) in qo.lens().iter().zip(kv_lens).enumerate() {
             let first = qo.indptr()[r] as u32;
+            let (tile, long) = self.backend.tile(q_len, group);
             let mut at = 0;
             while at < q_len {
-                let entry = Entry {
+                let mut entry = Entry {
                     request: r as u32,
                     q_start: first + at,
                     q_len: tile.min(q_len - at),
                     kv_start: 0,
                     kv_end: kv_len,
+                    full_end: kv_len,
                 };
                 at += entry.q_len;
                 // One query token sees all but a window or a user's mask, and those the kernel skips tile by tile.
-                self.entries.push(if q_len > 1 && self.program.has_mask() { self.trimmed(entry) } else { entry });
+                if q_len > 1 && mask {
+                    entry = self.trimmed(entry);
+                }
+                // The CPU's kernels ask again, when parameters are known.
+                if mask {
+                    entry.full_end = if on_gpu { self.full_end(entry) } else { entry.kv_start };
+                }
+                if long { &mut self.long } else { &mut self.entries }.push(entry);
             }
         }
-        let cut = Cut {
-            workers: self.workers,
-            kv_heads: self.problem.kv_heads as u32,
-            group: group as u32,
-            split: self.split,
-        };
-        self.schedule.fill(cut, &self.entries).ok_or_else(|| {
-            Error::value("BatchPlan", "split", format!("{:?}", self.split), "at most 2^24 partial rows")
-        })?;
         match &mut self.backend {
-            Backend::Cpu(_) => Ok(()),
+            Backend::Cpu(_) => {
+                let (workers, kv_heads, split) = (self.workers, self.problem.kv_heads as u32, self.split);
+                let cut = Cut { workers, kv_heads, group: group as u32, split, in_step: false };
+                self.schedule.fill(cut, &self.entries).ok_or_else(|| {
+                    Error::value("BatchPlan", "split", format!("{split:?}"), "at most 2^24 partial rows")
+                })
+            }
             #[cfg(feature = "cuda")]
             Backend::Cuda(plan) => plan.fill(gpu_kernel::Batch {
-                schedule: &self.schedule,
+                entries: &self.entries,
+                long: &self.long,
                 tokens: &self.tokens,
                 kv_lens: &self.kv_lens,
                 kv_base: self.kv_base.as_deref(),
@@ -300,16 +320,31 @@ impl BatchPlan {
         }
     }
 
-    /// The entry without the leading and trailing tiles that its mask hides for any parameters.
-    fn trimmed(&self, entry: Entry) -> Entry {
+    /// How a mask sees tiles `first..end` of an entry, for any parameters.
+    fn visible(&self, entry: Entry) -> impl Fn(u32, u32) -> Visible {
         let tokens = &self.tokens[entry.q_start as usize..][..entry.q_len as usize];
         let base = self.kv_base.as_ref().map_or(0, |b| b[entry.request as usize]);
         let block = kernel::block_of(tokens, 0..self.problem.kv_heads as u32, self.problem.group());
-        let hidden = |first: u32, end: u32| {
+        move |first, end| {
             let at = |tile: u32| base + (tile * TILE_KV as u32) as i32;
             let last = (at(end) - 1).min(base + entry.kv_end as i32 - 1);
-            self.program.block(None, &Block { kv_pos: (at(first), last), ..block }) == Visible::None
-        };
+            self.program.block(None, &Block { kv_pos: (at(first), last), ..block })
+        }
+    }
+
+    /// Where the first tile ends that not every row sees all of.
+    fn full_end(&self, entry: Entry) -> u32 {
+        let (first, end) = (entry.kv_start / TILE_KV as u32, entry.kv_end.div_ceil(TILE_KV as u32));
+        let visible = self.visible(entry);
+        let partly = |first: u32, end: u32| visible(first, end) == Visible::All;
+        // The first tile that is not seen by all: those before it are.
+        first_shown(&partly, first, end).map_or(entry.kv_end, |tile| tile * TILE_KV as u32)
+    }
+
+    /// The entry without the leading and trailing tiles that its mask hides for any parameters.
+    fn trimmed(&self, entry: Entry) -> Entry {
+        let visible = self.visible(entry);
+        let hidden = |first: u32, end: u32| visible(first, end) == Visible::None;
         let tiles = entry.kv_end.div_ceil(TILE_KV as u32);
         match (first_shown(&hidden, 0, tiles), last_shown(&hidden, 0, tiles)) {
             (Some(first), Some(last)) => Entry {
@@ -327,9 +362,14 @@ impl BatchPlan {
         &self.problem
     }
 
-    /// Which worker does what.
+    /// Which worker does what. On a GPU: of requests of up to 16 query rows to a KV head; those of more are taken from a
+    /// queue.
     pub fn schedule(&self) -> &Schedule {
-        &self.schedule
+        match &self.backend {
+            Backend::Cpu(_) => &self.schedule,
+            #[cfg(feature = "cuda")]
+            Backend::Cuda(plan) => plan.schedule(),
+        }
     }
 
     /// Query tokens of all requests.

@@ -5,7 +5,7 @@
 //! the levels' states are merged row by row. Positions are those of the whole request, so any variant means the same
 //! as over flat KV.
 
-use super::batch::{BatchPlan, Problem, check_kv_lens, check_output, check_tokens, output_sink};
+use super::batch::{BatchPlan, Problem, Use, check_kv_lens, check_output, check_tokens, output_sink};
 use crate::cpu::attention::{self as kernel, Sink};
 use crate::cpu::pool::{RowsMut, RowsOnce};
 #[cfg(feature = "cuda")]
@@ -94,7 +94,7 @@ impl CascadePlan {
         let mut tokens = Vec::with_capacity(requests.rows());
         Token::list(requests.lens(), &kv_len, &mut tokens);
         let plans = levels.iter().zip(bases).map(|(level, base)| {
-            let mut plan = BatchPlan::with_levels(exec, problem.clone(), level.qo.batch(), split, true)?;
+            let mut plan = BatchPlan::with_use(exec, problem.clone(), level.qo.batch(), split, Use::Level)?;
             plan.refill_level(level.qo, level.kv_lens, &tokens, base)?;
             Ok(plan)
         });

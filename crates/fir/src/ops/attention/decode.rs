@@ -1,6 +1,6 @@
 //! [`DecodePlan`]: one query token per request.
 
-use super::batch::{BatchArgs, BatchPlan, Problem};
+use super::batch::{BatchArgs, BatchPlan, Problem, Use};
 use crate::error::Result;
 use crate::exec::Exec;
 use crate::kv::{Kv, Ragged};
@@ -42,7 +42,7 @@ impl DecodePlan {
 
     /// An empty plan with room for `requests`; see [`Self::refill`].
     pub fn with_capacity(exec: &Exec, problem: Problem, requests: usize, split: Split) -> Result<Self> {
-        BatchPlan::with_capacity(exec, problem, requests, split).map(Self)
+        BatchPlan::with_use(exec, problem, requests, split, Use::Decodes).map(Self)
     }
 
     /// Plans another batch in the same memory.

@@ -106,38 +106,47 @@ impl MlaPlan {
                     states: false,
                     variant: variant.clone(),
                 };
-                Backend::Cuda(Box::new(gpu_kernel::Plan::new(gpu, spec, qo.batch(), split)?))
+                Backend::Cuda(Box::new(gpu_kernel::Plan::new(gpu, spec, [qo.batch(), 1], split, false)?))
             }
         };
-        let workers = backend.workers(exec);
-        let tile = (backend.rows() / problem.heads) as u32;
+        let workers = exec.workers();
         for (r, (&q_len, &kv_len)) in qo.lens().iter().zip(kv_lens).enumerate() {
+            let (tile, _) = backend.tile(q_len, problem.heads);
             for at in (0..q_len).step_by(tile as usize) {
                 let rows = tile.min(q_len - at);
-                let end = if problem.causal { (kv_len + at + rows).saturating_sub(q_len).min(kv_len) } else { kv_len };
+                let end =
+                    |at: u32| if problem.causal { (kv_len + at).saturating_sub(q_len).min(kv_len) } else { kv_len };
                 let (request, q_start) = (r as u32, qo.indptr()[r] as u32 + at);
-                entries.push(Entry { request, q_start, q_len: rows, kv_start: 0, kv_end: end });
+                let (kv_end, full_end) = (end(at + rows), end(at + 1));
+                entries.push(Entry { request, q_start, q_len: rows, kv_start: 0, kv_end, full_end });
             }
         }
         let mut schedule = Schedule::default();
-        let cut = Cut { workers, kv_heads: 1, group: problem.heads as u32, split };
-        schedule
-            .fill(cut, &entries)
-            .ok_or_else(|| Error::value(OP, "split", format!("{split:?}"), "at most 2^24 partial rows"))?;
         #[cfg_attr(not(feature = "cuda"), expect(unused_mut))]
-        let mut plan =
-            Self { problem, workers, backend, kv_lens: kv_lens.to_vec(), tokens, schedule, variant, program };
-        #[cfg(feature = "cuda")]
-        if let Backend::Cuda(on_gpu) = &mut plan.backend {
-            let (schedule, tokens, kv_lens) = (&plan.schedule, &plan.tokens[..], &plan.kv_lens[..]);
-            on_gpu.fill(gpu_kernel::Batch { schedule, tokens, kv_lens, kv_base: None })?;
+        let mut backend = backend;
+        match &mut backend {
+            Backend::Cpu(_) => {
+                let cut = Cut { workers, kv_heads: 1, group: problem.heads as u32, split, in_step: false };
+                schedule
+                    .fill(cut, &entries)
+                    .ok_or_else(|| Error::value(OP, "split", format!("{split:?}"), "at most 2^24 partial rows"))?;
+            }
+            #[cfg(feature = "cuda")]
+            Backend::Cuda(plan) => {
+                let entries = &entries[..];
+                plan.fill(gpu_kernel::Batch { entries, long: &[], tokens: &tokens, kv_lens, kv_base: None })?;
+            }
         }
-        Ok(plan)
+        Ok(Self { problem, workers, backend, kv_lens: kv_lens.to_vec(), tokens, schedule, variant, program })
     }
 
     /// Which worker does what.
     pub fn schedule(&self) -> &Schedule {
-        &self.schedule
+        match &self.backend {
+            Backend::Cpu(_) => &self.schedule,
+            #[cfg(feature = "cuda")]
+            Backend::Cuda(plan) => plan.schedule(),
+        }
     }
 
     /// Scratch of exactly the size that [`Self::run`] needs.

@@ -86,7 +86,7 @@ impl SparsePlan {
         let full = vec![i32::try_from(block_cols).unwrap_or(i32::MAX); row_blocks];
         let table = PageTable::new(block_cols, cols / block_cols, indptr.to_vec(), indices.to_vec(), &full)?;
         let plan = BatchPlan::new(exec, problem, &Ragged::from_lens(&lens)?, table.lens(), split)?;
-        Ok(Self { plan, table, cols })
+        Ok(Self { plan, table: placed(exec, table)?, cols })
     }
 
     /// Which worker does what.
@@ -111,6 +111,15 @@ impl SparsePlan {
         let kv = PagedKv::new(blocks(k, &self.table)?, blocks(v, &self.table)?, KvLayout::Nhd)?;
         let kv = Kv::Paged(kv, &self.table);
         self.plan.run(exec, BatchArgs { q, kv, params, sm_scale, scratch, out, lse })
+    }
+}
+
+/// The table where the executor's kernels read it.
+fn placed(exec: &Exec, table: PageTable<'static>) -> Result<PageTable<'static>> {
+    match exec {
+        #[cfg(feature = "cuda")]
+        Exec::Cuda(gpu) if gpu.stream().is_some() => table.to_device(gpu),
+        _ => Ok(table),
     }
 }
 
@@ -176,7 +185,7 @@ impl VariableSparsePlan {
             }
             let table = PageTable::new(1, cols, indptr, indices, &vec![1; row_blocks])?;
             let qo = Ragged::from_lens(&row_sizes[h * row_blocks..][..row_blocks])?;
-            heads.push((BatchPlan::new(exec, per_head.clone(), &qo, table.lens(), split)?, table));
+            heads.push((BatchPlan::new(exec, per_head.clone(), &qo, table.lens(), split)?, placed(exec, table)?));
         }
         Ok(Self { heads, problem, rows, cols })
     }

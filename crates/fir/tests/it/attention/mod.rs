@@ -3,4 +3,5 @@
 mod batch;
 mod case;
 mod errors;
+mod graph;
 mod plans;

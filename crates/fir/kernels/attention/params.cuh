@@ -1,0 +1,26 @@
+// params.cuh: what a launch of attention is given.
+//
+// twins  src/cuda/attention/form.rs
+#pragma once
+#include <fir/attention/paged_kv.cuh>
+#include <fir/attention/softmax.cuh>
+#include <fir/attention/state.cuh>
+#include <fir/attention/variant.cuh>
+
+namespace fir {
+
+template <class Variant>
+struct AttentionParams {
+  const unsigned char* q;
+  /// Strides of tokens and heads in bytes, multiples of 16.
+  long long q_token, q_head;
+  const WorkItem* items;
+  OutParams out;
+  KvPool kv;
+  float sm_scale;
+  /// Query heads per KV head.
+  int group;
+  typename Variant::Params variant;
+};
+
+}  // namespace fir

@@ -1,0 +1,118 @@
+//! Plans in CUDA graphs: recorded once, refilled, replayed.
+#![cfg(feature = "cuda")]
+
+use fir::attention::{BatchArgs, BatchPlan, DecodeArgs, DecodePlan, Problem, Split};
+use fir::exec::{Gpu, Graph};
+use fir::kv::{Kv, KvLayout, PageTable, PagedKv, Ragged};
+use fir::testing::Rng;
+use fir::variant::{self, Params};
+use fir::{DType, Exec, Tensor};
+
+/// Three requests of up to 44 pages of 16 tokens, 8 query heads on 2, on a device.
+struct Step {
+    gpu: Gpu,
+    exec: Exec,
+    kv: Tensor,
+    pages: Tensor,
+}
+
+impl Step {
+    /// None where there is no GPU.
+    fn new() -> Option<Self> {
+        crate::support::gpu()?;
+        let gpu = Gpu::new(0).unwrap();
+        let kv = Tensor::from_f32(DType::BF16, &Rng::new(1).normals(132 * 2 * 16 * 2 * 128), &[132, 2, 16, 2, 128]);
+        let pages: Vec<i32> = (0..132).map(|i| i * 7 % 132).collect();
+        let kv = kv.unwrap().to_device(&gpu).unwrap();
+        let pages = Tensor::from_slice(&pages, &[132]).unwrap().to_device(&gpu).unwrap();
+        Some(Self { exec: Exec::Cuda(gpu.clone()), gpu, kv, pages })
+    }
+
+    fn rows(&self, seed: u64, tokens: usize) -> Tensor {
+        let x = Tensor::from_f32(DType::BF16, &Rng::new(seed).normals(tokens * 8 * 128), &[tokens, 8, 128]);
+        x.unwrap().to_device(&self.gpu).unwrap()
+    }
+
+    /// The table for so many tokens of each request: always the same pages.
+    fn table(&self, lens: [u32; 3]) -> PageTable<'_> {
+        let lens = lens.map(|n| n as i32);
+        PageTable::on_device(&self.gpu, 16, 132, &[0, 44, 88, 132], self.pages.view(), &lens).unwrap()
+    }
+
+    fn kv<'a>(&'a self, table: &'a PageTable<'a>) -> Kv<'a> {
+        Kv::Paged(PagedKv::interleaved(self.kv.view(), KvLayout::Nhd).unwrap(), table)
+    }
+
+    fn replay(&self, graph: &Graph, out: &Tensor) -> Vec<f32> {
+        // SAFETY: everything that was recorded lives to the end of the test, and one thread uses it.
+        #[expect(unsafe_code, reason = "addresses are recorded, not borrows")]
+        unsafe { graph.launch(&self.gpu) }.unwrap();
+        out.to_host().unwrap().view().to_f32_vec().unwrap()
+    }
+}
+
+#[test]
+fn a_decode_is_recorded_once_and_refilled() {
+    let Some(step) = Step::new() else { return };
+    let problem = Problem::new(8, 2, 128, DType::BF16, variant::causal());
+    let mut plan = DecodePlan::with_capacity(&step.exec, problem, 3, Split::Balanced).unwrap();
+    let (q, mut out, mut again) = (step.rows(2, 3), step.rows(3, 3), step.rows(3, 3));
+    let first = [700, 5, 300];
+    plan.refill(&first).unwrap();
+    let (mut scratch, table) = (plan.scratch(), step.table(first));
+    let run = |plan: &DecodePlan, table: &PageTable<'_>, scratch: &mut _, out: &mut Tensor| {
+        let (kv, params) = (step.kv(table), &Params::new());
+        plan.run(
+            &step.exec,
+            DecodeArgs { q: q.view(), kv, params, sm_scale: None, scratch, out: out.view_mut(), lse: None },
+        )
+    };
+    run(&plan, &table, &mut scratch, &mut out).unwrap();
+    let graph = Graph::capture(&step.gpu, || run(&plan, &table, &mut scratch, &mut out)).unwrap();
+    let mut results = vec![];
+    for lens in [first, [1, 704, 64], [33, 33, 33], first] {
+        plan.refill(&lens).unwrap();
+        let got = step.replay(&graph, &out);
+        run(&plan, &step.table(lens), &mut scratch, &mut again).unwrap();
+        assert_eq!(got, again.to_host().unwrap().view().to_f32_vec().unwrap(), "{lens:?}");
+        results.push(got);
+    }
+    assert!(results[0] == results[3] && results[0] != results[1] && results[1] != results[2]);
+}
+
+#[test]
+fn a_mixed_batch_is_recorded_once_and_refilled() {
+    let Some(step) = Step::new() else { return };
+    let problem = Problem::new(8, 2, 128, DType::BF16, variant::causal());
+    let mut plan = BatchPlan::with_capacity(&step.exec, problem, 64, Split::Balanced).unwrap();
+    let qo = Ragged::from_lens(&[60, 1, 9]).unwrap();
+    let (q, mut out, mut again) = (step.rows(2, 70), step.rows(3, 70), step.rows(3, 70));
+    let first = [700, 5, 300];
+    plan.refill(&qo, &first).unwrap();
+    let (mut scratch, table) = (plan.scratch(), step.table(first));
+    let run = |plan: &BatchPlan, table: &PageTable<'_>, scratch: &mut _, out: &mut Tensor| {
+        let (kv, params) = (step.kv(table), &Params::new());
+        plan.run(
+            &step.exec,
+            BatchArgs { q: q.view(), kv, params, sm_scale: None, scratch, out: out.view_mut(), lse: None },
+        )
+    };
+    run(&plan, &table, &mut scratch, &mut out).unwrap();
+    let graph = Graph::capture(&step.gpu, || run(&plan, &table, &mut scratch, &mut out)).unwrap();
+    for lens in [first, [60, 704, 64], [512, 33, 700], first] {
+        plan.refill(&qo, &lens).unwrap();
+        let got = step.replay(&graph, &out);
+        run(&plan, &step.table(lens), &mut scratch, &mut again).unwrap();
+        assert_eq!(got, again.to_host().unwrap().view().to_f32_vec().unwrap(), "{lens:?}");
+    }
+}
+
+#[test]
+fn what_waits_is_refused_while_recording() {
+    let Some(step) = Step::new() else { return };
+    let error = Graph::capture(&step.gpu, || step.gpu.synchronize());
+    assert!(error.is_err());
+    // The stream is as good as before.
+    assert_eq!(step.rows(2, 1).to_host().unwrap().shape(), [1, 8, 128]);
+    assert!(Graph::capture(&Gpu::dry(fir::exec::Arch::HOPPER), || Ok(())).is_err());
+}
