@@ -18,7 +18,7 @@
 namespace fir {
 
 constexpr u32 kAll = 0xffffffffu;
-constexpr u32 kMaxCluster = 16;
+constexpr u32 kMaxCluster = 8;
 constexpr u32 kThreads = 512, kWarps = kThreads / 32, kBlocks = 3; // of every kernel over rows; blocks on an SM
 constexpr u32 kUnit = 1024, kGroups = 8;
 constexpr float kPositive = 1.401298464324817e-45f; // as a cutoff it lets every positive element pass
@@ -55,6 +55,11 @@ struct Stage {
 // What is done to elements when they are read: nothing.
 struct AsRead {
   __device__ __forceinline__ void operator()(u32, u32, float (&)[4]) const {}
+};
+
+// Who looks at elements while they are summed: nobody.
+struct Unseen {
+  __device__ __forceinline__ void operator()(u32, const float (&)[4]) const {}
 };
 
 template <class T, bool kResident_, class Fix = AsRead>
@@ -184,9 +189,10 @@ struct Row {
     }
   }
 
-  // Makes `f(x)` of the elements in shared memory, first time from what is read; returns their sum as `sum` would.
-  template <class F>
-  __device__ __forceinline__ double change(F f, bool first = true) {
+  // Makes `f(x)` of the elements in shared memory, first time from what is read, and shows them to `seen(place, x)`; returns their
+  // sum as `sum` would.
+  template <class F, class G = Unseen>
+  __device__ __forceinline__ double change(F f, bool first = true, G seen = G()) {
     double all = 0.0;
     for (u32 u = unit; u < unit_end; ++u) {
       float s = 0.f;
@@ -201,6 +207,7 @@ struct Row {
 #pragma unroll
           for (u32 e = 0; e < 4; ++e) x[g][e] = f(x[g][e]);
           *chunk(u, half * 4 + g) = pack(x[g]);
+          seen(place(u, half * 4 + g), x[g]);
           s += kept(x[g], kPositive);
         }
       }
@@ -209,11 +216,15 @@ struct Row {
     return all;
   }
 
-  // Changes what the later passes see; returns the sum of it.
-  __device__ __forceinline__ double become(Stage s) {
-    if constexpr (kResident) return change(s, false);
+  // Changes what the later passes see, and shows it to `seen(place, x)`; returns the sum of it.
+  template <class G = Unseen>
+  __device__ __forceinline__ double become(Stage s, G seen = G()) {
+    if constexpr (kResident) return change(s, false, seen);
     stage = s;
-    return sum(kPositive);
+    return fold([&](u32 place, const float (&x)[4]) {
+      seen(place, x);
+      return kept(x, kPositive);
+    });
   }
 
   __device__ __forceinline__ static float warp_total(float s) {
@@ -287,12 +298,14 @@ struct Row {
     });
   }
 
-  // Both at once.
-  __device__ __forceinline__ double sum_and_max(float& m) const {
+  // Both at once, and all are shown to `seen(place, x)`.
+  template <class G = Unseen>
+  __device__ __forceinline__ double sum_and_max(float& m, G seen = G()) const {
     m = -infinity();
-    return fold([&](u32, const float (&x)[4]) {
+    return fold([&](u32 place, const float (&x)[4]) {
 #pragma unroll
       for (u32 e = 0; e < 4; ++e) m = fmaxf(m, x[e]);
+      seen(place, x);
       return kept(x, kPositive);
     });
   }
@@ -342,37 +355,53 @@ struct Exchange {
 
   // Over all lanes of the cluster: the largest keys and the sum of the counts; of `sum`, which is the same in all
   // lanes of a warp already, the sum over warps.
-  __device__ __forceinline__ Record all(double sum, i32 key = 0, u32 count = 0, i32 key2 = 0) {
+  __device__ __forceinline__ Record all(double sum, i32 key, u32 count = 0, i32 key2 = 0) {
+    return exchange<true>(Record{sum, __reduce_max_sync(kAll, key), __reduce_add_sync(kAll, count), __reduce_max_sync(kAll, key2), 0});
+  }
+  __device__ __forceinline__ Record all(double sum) { return exchange<false>(Record{sum, 0, 0, 0, 0}); }
+
+  // The sum over the warps of this block. A barrier of the block lies between two calls.
+  __device__ __forceinline__ double block_all(double sum) {
+    if (lane_id() == 0) s->warps[warp_id()].sum = sum;
+    __syncthreads();
+    return combine<false, kWarps>(s->warps, kWarps).sum;
+  }
+
+  template <bool kKeys>
+  __device__ __forceinline__ Record exchange(const Record& mine) {
     const u32 lane = lane_id(), warp = warp_id();
-    key = __reduce_max_sync(kAll, key);
-    key2 = __reduce_max_sync(kAll, key2);
-    count = __reduce_add_sync(kAll, count);
-    if (lane == 0) s->warps[warp] = Record{sum, key, count, key2, 0};
+    if (lane == 0) s->warps[warp] = mine;
     __syncthreads();
     phase ^= 1;
     if (warp == 0) {
-      const Record r = combine(s->warps, kWarps);
+      const Record r = combine<kKeys, kWarps>(s->warps, kWarps);
       if (lane < size) {
         const u32 to = peer_address(&s->slots[phase][rank], lane);
         peer_store(to, u64(__double_as_longlong(r.sum)));
-        peer_store(to + 8, u64(u32(r.key)) | u64(r.count) << 32);
-        peer_store(to + 16, u32(r.key2));
+        if (kKeys) {
+          peer_store(to + 8, u64(u32(r.key)) | u64(r.count) << 32);
+          peer_store(to + 16, u32(r.key2));
+        }
       }
     }
     cluster_sync();
-    return combine(s->slots[phase], size);
+    return combine<kKeys, kMaxCluster>(s->slots[phase], size);
   }
 
+  // Of `n` records, `kMost` (a power of two) at most: every group of so many lanes does the same.
+  template <bool kKeys, u32 kMost>
   __device__ __forceinline__ static Record combine(const Record* records, u32 n) {
     constexpr i32 kLeast = i32(0x80000000u);
-    const u32 lane = lane_id();
+    const u32 i = lane_id() % kMost;
     Record r{0.0, kLeast, 0, kLeast, 0};
-    if (lane < n) r = records[lane];
-    r.key = __reduce_max_sync(kAll, r.key);
-    r.key2 = __reduce_max_sync(kAll, r.key2);
-    r.count = __reduce_add_sync(kAll, r.count);
+    if (i < n) r = records[i];
+    if (kKeys) {
+      r.key = __reduce_max_sync(kAll, r.key);
+      r.key2 = __reduce_max_sync(kAll, r.key2);
+      r.count = __reduce_add_sync(kAll, i == lane_id() ? r.count : 0u);
+    }
 #pragma unroll
-    for (u32 d = 16; d > 0; d /= 2) r.sum += __shfl_xor_sync(kAll, r.sum, d);
+    for (u32 d = kMost / 2; d > 0; d /= 2) r.sum += __shfl_xor_sync(kAll, r.sum, d);
     return r;
   }
 

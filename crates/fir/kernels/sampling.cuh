@@ -133,10 +133,14 @@ __device__ __forceinline__ bool enlarge(R& row, float& max, double& mass) {
 // kLogits: `x` are logits; else weights. kTopK, kTopP: the filter may be in use.
 template <class T, bool kLogits, bool kTopK, bool kTopP, bool kResident>
 __global__ void __launch_bounds__(kThreads, kResident ? kBlocks : 2) sample(const __grid_constant__ SampleParams p) {
+  constexpr bool kFilter = kTopK || kTopP;
   __shared__ RecordSmem records;
+  __shared__ __align__(16) u8 search_smem[kFilter ? sizeof(SearchSmem) : 16];
   __shared__ float u;
   Exchange ex;
   ex.open(&records);
+  Search search;
+  if (kFilter) search.open(reinterpret_cast<SearchSmem*>(search_smem));
   const i64 r = blockIdx.x / ex.size;
   Row<T, kResident> row;
   i64 source = r;
@@ -161,8 +165,13 @@ __global__ void __launch_bounds__(kThreads, kResident ? kBlocks : 2) sample(cons
   auto found = [&](u32 place) { write_id(p.out, p.wide_out, r * p.out_stride, place); };
   auto finite = [](double mass) { return mass > 0.0 && mass < double(infinity()); };
 
+  if (kFilter) __syncthreads(); // bins are 0
+  const bool sampled = by_p && !by_k;
+  auto seen = [&](u32 place, const float (&x)[4]) {
+    if (kTopP && sampled) search.sample(place, x);
+  };
   float max;
-  double mass = kLogits ? 0.0 : row.sum_and_max(max);
+  double mass = kLogits ? 0.0 : row.sum_and_max(max, seen);
   if (kLogits) max = row.max();
   const i32 bound = by_k && k <= kThreads ? reached_by(k, max) : kLeastKey;
   const Record all = ex.all(mass, order(max), 0, bound);
@@ -178,13 +187,10 @@ __global__ void __launch_bounds__(kThreads, kResident ? kBlocks : 2) sample(cons
   float cutoff = kPositive;
   bool summed = true; // the last exchange was of what passes
   double whole = mass;
-  if constexpr (kTopK || kTopP) {
-    __shared__ SearchSmem search_smem;
-    Search search;
-    search.open(&search_smem);
-    __syncthreads();
+  if constexpr (kFilter) {
     i32 from = all.key2;
-    if (!kLogits && by_p && enlarge(row, max, mass)) from = kLeastKey, whole = mass;
+    bool guess = sampled;
+    if (!kLogits && by_p && enlarge(row, max, mass)) from = kLeastKey, whole = mass, guess = false;
     float cut = -infinity();
     if (by_k) {
       cut = kth_cutoff(row, ex, search, k, max, from);
@@ -193,7 +199,7 @@ __global__ void __launch_bounds__(kThreads, kResident ? kBlocks : 2) sample(cons
     if constexpr (kLogits) {
       const Stage weights{Stage::kWeights, -infinity(), max, log2_scale(temperature)};
       if (by_k && by_p && p.joint) whole = ex.all(row.sum_of(weights)).sum;
-      mass = ex.all(row.become(Stage{Stage::kWeights, cut, max, weights.scale})).sum;
+      mass = ex.all(row.become(Stage{Stage::kWeights, cut, max, weights.scale}, seen)).sum;
       summed = true;
       if (!(by_k && p.joint)) whole = mass;
       max = 1.f;
@@ -210,7 +216,7 @@ __global__ void __launch_bounds__(kThreads, kResident ? kBlocks : 2) sample(cons
       const double target = double(top_p) * whole;
       if (!finite(mass) || !(target < double(infinity()))) return settle(false);
       if (target < mass) {
-        cutoff = fmaxf(cutoff, mass_cutoff(row, ex, search, target, max, cutoff));
+        cutoff = fmaxf(cutoff, mass_cutoff(row, ex, search, target, mass, max, cutoff, guess));
         summed = false;
       }
     }
@@ -250,10 +256,13 @@ __global__ void __launch_bounds__(kThreads, kResident ? kBlocks : 2) renorm(cons
   Row<float, kResident> row;
   row.open(static_cast<const float*>(p.x) + r * p.x_stride, p.n, 0.f, dynamic_smem());
   float* out = static_cast<float*>(p.out) + r * p.out_stride;
+  __syncthreads(); // bins are 0
 
   const u32 k = kKeep == Keep::kTopK ? p.top_k.get(r) : 0;
   float max;
-  double mass = row.sum_and_max(max);
+  double mass = row.sum_and_max(max, [&](u32 place, const float (&x)[4]) {
+    if (kKeep == Keep::kTopP) search.sample(place, x);
+  });
   const bool by_k = kKeep == Keep::kTopK && k < p.n;
   const Record all = ex.all(mass, order(max), 0, by_k && k <= kThreads ? reached_by(k, max) : kLeastKey);
   max = unorder(all.key);
@@ -265,7 +274,7 @@ __global__ void __launch_bounds__(kThreads, kResident ? kBlocks : 2) renorm(cons
       if (by_k) cutoff = fmaxf(kPositive, kth_cutoff(row, ex, search, k, max, enlarged ? kLeastKey : all.key2));
     } else {
       const double target = double(p.top_p.get(r)) * mass;
-      if (target < mass) cutoff = mass_cutoff(row, ex, search, target, max, kPositive);
+      if (target < mass) cutoff = mass_cutoff(row, ex, search, target, mass, max, kPositive, !enlarged);
     }
     if (cutoff > kPositive) mass = ex.all(row.sum(cutoff)).sum;
     inverse = float(1.0 / mass);

@@ -26,10 +26,50 @@ namespace fir {
 
 constexpr u32 kBins = kThreads;
 
-struct SearchSmem {
-  u32 bins[2][kBins], rest[2][kBins];
+// A list of the elements in a bracket: 64 of each warp's, 1 in 16 of a row of 128K in 8 blocks.
+constexpr u32 kListed = 64;
+
+struct alignas(16) SearchSmem {
+  u32 bins[2][kBins];  // bins[0] also counts a sample, two bins to a word
+  union {
+    u32 rest[2][kBins];
+    float list[kWarps][kListed];
+  };
   double totals[kWarps];
   u32 found[2][2];
+  i32 edges[2];
+};
+
+// A sample of the positive elements, 1 in 8, counted in bins of a 32th of an octave from 2^-31 up; larger ones in the last.
+constexpr u32 kSampled = 8, kSampleBins = 2 * kBins;
+constexpr i32 kSampleFirst = 96 << 5;
+
+// Elements of the lists of a cluster, 16 of each thread.
+struct List {
+  static constexpr bool kResident = true;
+  float x[4][4];
+
+  __device__ __forceinline__ void load(const SearchSmem* s, u32 blocks, float none) {
+    static_assert(kWarps * kListed * kMaxCluster == 16 * kThreads);
+    constexpr u32 kEach = kThreads / kMaxCluster; // threads of a block's list
+    const u32 q = threadIdx.x / kEach;
+#pragma unroll
+    for (u32 g = 0; g < 4; ++g) {
+      u32 raw[4];
+      if (q < blocks) peer_load(peer_address(&s->list[0][(g * kEach + threadIdx.x % kEach) * 4], q), raw);
+#pragma unroll
+      for (u32 e = 0; e < 4; ++e) x[g][e] = q < blocks ? float_of(raw[e]) : none;
+    }
+  }
+  template <class F>
+  __device__ __forceinline__ double fold(F f) const {
+    float s = 0.f;
+#pragma unroll
+    for (u32 g = 0; g < 4; ++g) s += f(0, x[g]);
+#pragma unroll
+    for (u32 d = 16; d > 0; d /= 2) s += __shfl_xor_sync(kAll, s, d);
+    return s;
+  }
 };
 
 // The bracket of a search, and one pass after the other. Two sets of bins in turn: a set is cleared after a barrier that
@@ -44,15 +84,112 @@ struct Search {
     phase = 0;
     for (u32 i = 0; i < 2; ++i) s->bins[i][threadIdx.x] = s->rest[i][threadIdx.x] = 0;
     if (threadIdx.x < 4) s->found[threadIdx.x / 2][threadIdx.x % 2] = kBins;
+    if (threadIdx.x < 2) s->edges[threadIdx.x] = threadIdx.x == 0 ? -1 : i32(kSampleBins) - 1;
+  }
+
+  // Counts an element of the sample.
+  __device__ __forceinline__ void count(float x) {
+    const i32 bin = min(__float_as_int(x) >> 18, kSampleFirst + i32(kSampleBins) - 1) - kSampleFirst;
+    if (bin >= 0) atomicAdd(&s->bins[0][bin / 2], 1u << (bin % 2 * 16));
+  }
+  // For rows' `seen`.
+  __device__ __forceinline__ void sample(u32 place, const float (&x)[4]) {
+    if ((place & 128) == 0) count(x[0]);
+  }
+
+  // Where the sample, counted before the last exchange, expects the key below which elements have a sum of `discard`: a bracket
+  // three standard deviations to each side. From below, as a sample misses what is large and rare.
+  __device__ __forceinline__ void guess(const Exchange& ex, double discard, u32 n, i32& lo, i32& hi) {
+    const u32 t = threadIdx.x;
+    u32 both = 0; // at most 2^16 - 1 in a bin: n < 2^19
+    for (u32 q = 0; q < ex.size; ++q) both += peer_load(peer_address(&s->bins[0][t], q));
+    const float middle[2] = {__int_as_float(((kSampleFirst + i32(2 * t)) << 18) + (1 << 17)), __int_as_float(((kSampleFirst + i32(2 * t) + 1) << 18) + (1 << 17))};
+    const float mass[2] = {float(both & 0xffff) * middle[0] * kSampled, float(both >> 16) * middle[1] * kSampled};
+    double begin, end;
+    prefix(double(mass[0]) + double(mass[1]), begin, end);
+    const float goal = float(discard), unseen = float(n) * 4.656612873077393e-10f; // 2^-31
+    const float below[2] = {float(begin) + mass[0], float(end)};
+#pragma unroll
+    for (u32 i = 0; i < 2; ++i) {
+      const float spread = 3.f * sqrtf(float(kSampled - 1) * middle[i] * (below[i] + float(kSampled) * middle[i]));
+      if (below[i] + unseen + spread <= goal) atomicMax(&s->edges[0], i32(2 * t + i));
+      if (below[i] - spread >= goal) atomicMin(&s->edges[1], i32(2 * t + i));
+    }
+    __syncthreads();
+    const i32 first = s->edges[0], last = s->edges[1];
+    if (first >= 0) lo = max(lo, (kSampleFirst + first + 1) << 18);
+    if (last < i32(kSampleBins) - 1) hi = min(hi, (kSampleFirst + last + 1) << 18);
+    lo = min(lo, hi - 1);
+  }
+
+  // Lists the elements of [lo, hi); returns the sum of those above, and how many of this warp's were too many.
+  template <bool kMass, class R>
+  __device__ __forceinline__ double gather(const R& row, i32 lo, i32 hi, u32& missed) {
+    float* const list = s->list[warp_id()];
+    const u32 before = (1u << lane_id()) - 1, range = u32(hi) - u32(lo);
+    const i32 top = hi - 1;
+    for (u32 i = lane_id(); i < kListed; i += 32) list[i] = kMass ? 0.f : not_a_number();
+    __syncwarp();
+    u32 size = 0;
+    const double over = row.fold([&](u32, const float (&x)[4]) {
+      float above = 0.f;
+#pragma unroll
+      for (u32 e = 0; e < 4; ++e) {
+        const i32 y = key<kMass>(x[e]);
+        const bool in = u32(top) - u32(y) < range;
+        const u32 who = __ballot_sync(kAll, in);
+        if (who != 0) {
+          const u32 at = size + __popc(who & before);
+          if (in && at < kListed) list[at] = x[e];
+          size += __popc(who);
+        }
+        if (y > top && y <= 0x7f800000) above += kMass ? x[e] : 1.f; // NaN is beyond infinity
+      }
+      return above;
+    });
+    missed = size - min(size, kListed);
+    return over;
+  }
+
+  // As `run`, if [lo, hi) holds the key and few elements: then from a list of them.
+  template <bool kMass, class R>
+  __device__ __forceinline__ i32 find(const R& row, Exchange& ex, i32 lo, i32 hi, i32 least, i32 most, double target) {
+    u32 missed;
+    const double over = gather<kMass>(row, lo, hi, missed);
+    const Record all = ex.all(over, 0, missed);
+    if (all.count == 0 && all.sum < target) {
+      List list;
+      list.load(s, ex.size, kMass ? 0.f : not_a_number());
+      s->bins[0][threadIdx.x] = s->bins[1][threadIdx.x] = 0; // no block reads the sample any more
+      __syncthreads();
+      bool beyond;
+      const i32 key = run<kMass, true>(list, ex, lo, hi, target, all.sum, beyond);
+      if (!beyond || lo == least) return key;
+      hi = lo;
+      lo = least;
+    } else if (all.sum >= target && hi < most) {
+      lo = hi;
+      hi = most;
+    } else {
+      lo = least;
+    }
+    // It is elsewhere, or there were too many.
+    cluster_sync(); // the others have read the lists
+    open(s);
+    __syncthreads();
+    bool beyond;
+    return run<kMass, false>(row, ex, lo, hi, target, 0.0, beyond);
   }
 
   // Positive normal floats are in the order of their bits, and nothing else is asked for when masses are.
   template <bool kMass>
   __device__ __forceinline__ static i32 key(float x) { return kMass ? __float_as_int(x) : order(x); }
 
-  // The key from which on elements are kept, in [lo, hi); `target` is a mass or a number of elements.
-  template <bool kMass, class R>
-  __device__ __forceinline__ i32 run(const R& row, Exchange& ex, i32 lo, i32 hi, double target) {
+  // The key from which on elements are kept, in [lo, hi); `target` is a mass or a number of elements. `kLocal`: this block alone has
+  // all elements of the bracket, and those above it have the sum `base`. `beyond`: they do not reach the target.
+  template <bool kMass, bool kLocal, class R>
+  __device__ __noinline__ i32 run(const R& row, Exchange& ex, i32 lo, i32 hi, double target, double base, bool& beyond) {
+    beyond = false;
     // Bits of the mantissa that a bin sums: 2^16 elements a block, or 2^20, fit 32 bits. The rest is summed only where they
     // leave open which bin it is.
     constexpr u32 kBits = R::kResident ? 16 : 12, kRest = 24 - kBits;
@@ -66,7 +203,7 @@ struct Search {
       const i32 head = top >> shift, tail = max(lo >> shift, head - i32(kBins - 1)); // first and last bin
       const u32 window = u32(hi) - u32(max(lo, i32(u32(tail) << shift)));
 
-      u32 *const bins = s->bins[phase], *const rest = s->rest[phase];
+      u32 *const bins = s->bins[kLocal ? 0 : phase], *const rest = kLocal ? s->bins[1] : s->rest[phase];
       const double over = row.fold([&](u32, const float (&x)[4]) {
         float above = 0.f;
 #pragma unroll
@@ -81,18 +218,24 @@ struct Search {
         }
         return above;
       });
-      const double before = ex.all(over).sum;
+      const double before = base + (kLocal ? ex.block_all(over) : ex.all(over).sum);
 
       // Bin t of all blocks.
       const u32 t = threadIdx.x;
       u64 units = 0, rests = 0;
-      for (u32 q = 0; q < ex.size; ++q) {
-        units += peer_load(peer_address(&bins[t], q));
-        if (kMass && exact) rests += peer_load(peer_address(&rest[t], q));
+      if constexpr (kLocal) {
+        units = bins[t];
+        rests = rest[t];
+        bins[t] = rest[t] = 0; // for the next pass, which follows barriers
+      } else {
+        for (u32 q = 0; q < ex.size; ++q) {
+          units += peer_load(peer_address(&bins[t], q));
+          if (kMass && exact) rests += peer_load(peer_address(&rest[t], q));
+        }
+        s->bins[phase ^ 1][t] = s->rest[phase ^ 1][t] = 0;
       }
       u32* const found = s->found[phase];
       phase ^= 1;
-      s->bins[phase][t] = s->rest[phase][t] = 0;
       if (t < 2) s->found[phase][t] = kBins;
       double mass = double(units);
       if (kMass && shift == 0) mass *= double(__int_as_float(top - i32(t)));
@@ -114,7 +257,10 @@ struct Search {
       if (before >= target) return hi; // only by rounding
       const i32 low_key = max(lo, i32(u32(head - i32(low)) << shift));
       if (high == kBins) { // not in these bins
-        if (window == range) return lo;
+        if (window == range) {
+          beyond = true;
+          return lo;
+        }
         hi = i32(u32(hi) - window);
         exact = false;
       } else {
@@ -156,19 +302,26 @@ __device__ __forceinline__ i32 reached_by(u32 k, float thread_max) {
 }
 
 // What is kept of the row's numbers is at or above it: at least `k`, and of fewer than `k` all; -inf for all. `bound` is a key
-// that `k` elements reach.
+// that `k` elements reach, the least one if none is known.
 template <class R>
 __device__ __forceinline__ float kth_cutoff(const R& row, Exchange& ex, Search& search, u32 k, float max, i32 bound) {
   if (k >= row.n) return -infinity();
-  return unorder(search.run<false>(row, ex, bound, order(max) + 1, double(k)));
+  const i32 most = order(max) + 1;
+  bool beyond;
+  if (bound == kLeastKey) return unorder(search.run<false, false>(row, ex, bound, most, double(k), 0.0, beyond));
+  return unorder(search.find<false>(row, ex, bound, most, bound, most, double(k)));
 }
 
 // What is kept of the positive elements is at or above it. `max` is 2^-60 or more and below 2^127, `least` a lower bound of the
-// cutoff. Elements below 2^-126 weigh nothing beside such a maximum.
+// cutoff, `mass` the sum from there. Elements below 2^-126 weigh nothing beside such a maximum. `sampled`: a sample was counted before the
+// last exchange.
 template <class R>
-__device__ __forceinline__ float mass_cutoff(const R& row, Exchange& ex, Search& search, double target, float max, float least) {
-  const i32 lo = ::max(0x00800000, __float_as_int(least));
-  return __int_as_float(search.run<true>(row, ex, lo, __float_as_int(max) + 1, target));
+__device__ __forceinline__ float mass_cutoff(const R& row, Exchange& ex, Search& search, double target, double mass, float max, float least,
+                                             bool sampled) {
+  const i32 bottom = ::max(0x00800000, __float_as_int(least)), most = __float_as_int(max) + 1;
+  i32 lo = bottom, hi = most;
+  if (sampled) search.guess(ex, mass - target, row.n, lo, hi);
+  return __int_as_float(search.find<true>(row, ex, lo, hi, bottom, most, target));
 }
 
 // The element in whose share of the mass `u` falls, among those from `cutoff` up: the first whose running sum exceeds

@@ -84,4 +84,13 @@ __device__ __forceinline__ u32 peer_load(u32 address) {
   return x;
 }
 
+// 16 bytes, as aligned.
+__device__ __forceinline__ void peer_load(u32 address, u32 (&x)[4]) {
+#if FIR_CLUSTERS
+  asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(address) : "memory");
+#else
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(address) : "memory");
+#endif
+}
+
 }  // namespace fir
