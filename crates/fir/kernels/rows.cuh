@@ -6,7 +6,7 @@
 //   sum of a unit   f32: a lane's chunks in order, then lanes by halves
 //   sum of a row    f64 over units
 //
-// so sums depend on the row alone: not on its alignment, its type, the batch, or the cluster.
+// so sums depend on the row alone: not on its alignment, its type, or the cluster.
 //
 // kResident: the row is read once, into shared memory as f32: 4,096 bytes for each of ceil(units / C) units of a block (128,256 elements
 // in a cluster of 8: 64 KB, three blocks to an SM). Otherwise every pass reads the row anew: longer rows, and below sm_90.
@@ -43,13 +43,15 @@ struct Stage {
   Kind kind;
   float cut;        // kWeights: what is less becomes 0
   float max, scale; // kWeights: 2^((x - max) * scale); with max = inf, 1 for the infinite
-  __device__ __forceinline__ float operator()(float x) const {
+  template <bool kWeighted = true>
+  __device__ __forceinline__ float of(float x) const {
     if (kind == kRaw) return x;
-    if (kind == kScaled) return x * scale;
+    if (!kWeighted || kind == kScaled) return x * scale;
     float w = exp2_fast((x - max) * scale);
     if (max == infinity()) w = x == max ? 1.f : x < max ? 0.f : x;
     return x < cut ? 0.f : w;
   }
+  __device__ __forceinline__ float operator()(float x) const { return of(x); }
 };
 
 // What is done to elements when they are read: nothing.
@@ -57,12 +59,8 @@ struct AsRead {
   __device__ __forceinline__ void operator()(u32, u32, float (&)[4]) const {}
 };
 
-// Who looks at elements while they are summed: nobody.
-struct Unseen {
-  __device__ __forceinline__ void operator()(u32, const float (&)[4]) const {}
-};
-
-template <class T, bool kResident_, class Fix = AsRead>
+// kWeighted: elements may become kWeights.
+template <class T, bool kResident_, class Fix = AsRead, bool kWeighted = true>
 struct Row {
   static constexpr bool kResident = kResident_;
 
@@ -88,6 +86,11 @@ struct Row {
       data = static_cast<float*>(smem) + warp_id() * per_warp * kUnit + lane_id() * 4;
       load();
     }
+  }
+
+  // For functions that are not inlined.
+  __device__ __forceinline__ void localize() {
+    if constexpr (kResident) data = known_shared(data);
   }
 
   // Place in the row of the first of this lane's four elements of group `g`.
@@ -143,14 +146,20 @@ struct Row {
           else x[g][e] = to_float(T{u16(raw[g][e / 2] >> (e % 2 * 16))});
         }
     } else {
+      float y[4][4]; // in memory, so that `x` is not
+      fetch_apart(p + place(u, half * 4), n - min(n, place(u, half * 4)), pad, y);
 #pragma unroll
       for (u32 g = 0; g < 4; ++g)
 #pragma unroll
-        for (u32 e = 0; e < 4; ++e) {
-          const u32 i = place(u, half * 4 + g) + e;
-          x[g][e] = i < n ? to_float(p[i]) : pad;
-        }
+        for (u32 e = 0; e < 4; ++e) x[g][e] = y[g][e];
     }
+  }
+  // The same element by element, for the row's end and where it is not aligned: one text for all passes. `from` has `left` elements.
+  __device__ __noinline__ static void fetch_apart(const T* from, u32 left, float pad, float (&x)[4][4]) {
+#pragma unroll
+    for (u32 g = 0; g < 4; ++g)
+#pragma unroll
+      for (u32 e = 0; e < 4; ++e) x[g][e] = g * 128 + e < left ? to_float(from[g * 128 + e]) : pad;
   }
 
   __device__ __forceinline__ static void unpack(const Chunk& c, float (&x)[4]) {
@@ -170,7 +179,7 @@ struct Row {
       for (u32 g = 0; g < 4; ++g) {
         fix(place(u, half * 4 + g), n, x[g]);
 #pragma unroll
-        for (u32 e = 0; e < 4; ++e) x[g][e] = stage(x[g][e]);
+        for (u32 e = 0; e < 4; ++e) x[g][e] = stage.template of<kWeighted>(x[g][e]);
       }
     }
   }
@@ -185,14 +194,13 @@ struct Row {
       for (u32 e = 0; e < 4; ++e) x[e] = at + e < n ? to_float(p[at + e]) : pad;
       fix(at, n, x);
 #pragma unroll
-      for (u32 e = 0; e < 4; ++e) x[e] = stage(x[e]);
+      for (u32 e = 0; e < 4; ++e) x[e] = stage.template of<kWeighted>(x[e]);
     }
   }
 
-  // Makes `f(x)` of the elements in shared memory, first time from what is read, and shows them to `seen(place, x)`; returns their
-  // sum as `sum` would.
-  template <class F, class G = Unseen>
-  __device__ __forceinline__ double change(F f, bool first = true, G seen = G()) {
+  // Makes `f(x)` of the elements in shared memory, first time from what is read; returns their sum as `sum` would.
+  template <class F>
+  __device__ __forceinline__ double change(F f, bool first = true) {
     double all = 0.0;
     for (u32 u = unit; u < unit_end; ++u) {
       float s = 0.f;
@@ -207,7 +215,6 @@ struct Row {
 #pragma unroll
           for (u32 e = 0; e < 4; ++e) x[g][e] = f(x[g][e]);
           *chunk(u, half * 4 + g) = pack(x[g]);
-          seen(place(u, half * 4 + g), x[g]);
           s += kept(x[g], kPositive);
         }
       }
@@ -216,15 +223,11 @@ struct Row {
     return all;
   }
 
-  // Changes what the later passes see, and shows it to `seen(place, x)`; returns the sum of it.
-  template <class G = Unseen>
-  __device__ __forceinline__ double become(Stage s, G seen = G()) {
-    if constexpr (kResident) return change(s, false, seen);
+  // Changes what the later passes see; returns the sum of it.
+  __device__ __forceinline__ double become(Stage s) {
+    if constexpr (kResident) return change(s, false);
     stage = s;
-    return fold([&](u32 place, const float (&x)[4]) {
-      seen(place, x);
-      return kept(x, kPositive);
-    });
+    return sum(kPositive);
   }
 
   __device__ __forceinline__ static float warp_total(float s) {
@@ -298,14 +301,12 @@ struct Row {
     });
   }
 
-  // Both at once, and all are shown to `seen(place, x)`.
-  template <class G = Unseen>
-  __device__ __forceinline__ double sum_and_max(float& m, G seen = G()) const {
+  // Both at once.
+  __device__ __forceinline__ double sum_and_max(float& m) const {
     m = -infinity();
-    return fold([&](u32 place, const float (&x)[4]) {
+    return fold([&](u32, const float (&x)[4]) {
 #pragma unroll
       for (u32 e = 0; e < 4; ++e) m = fmaxf(m, x[e]);
-      seen(place, x);
       return kept(x, kPositive);
     });
   }
@@ -360,7 +361,12 @@ struct Exchange {
   }
   __device__ __forceinline__ Record all(double sum) { return exchange<false>(Record{sum, 0, 0, 0, 0}); }
 
-  // The sum over the warps of this block. A barrier of the block lies between two calls.
+  // The same over this block alone, of what is the same in all lanes of a warp. A barrier of the block lies between two calls.
+  __device__ __forceinline__ Record block_all(double sum, i32 key, u32 count) {
+    if (lane_id() == 0) s->warps[warp_id()] = Record{sum, key, count, 0, 0};
+    __syncthreads();
+    return combine<true, kWarps>(s->warps, kWarps);
+  }
   __device__ __forceinline__ double block_all(double sum) {
     if (lane_id() == 0) s->warps[warp_id()].sum = sum;
     __syncthreads();
