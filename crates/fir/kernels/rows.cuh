@@ -6,7 +6,7 @@
 //   sum of a unit   f32: a lane's chunks in order, then lanes by halves
 //   sum of a row    f64 over units
 //
-// so sums depend on the row alone: not on its alignment, its type, the batch, or the cluster.
+// so sums depend on the row alone: not on its alignment, its type, or the cluster.
 //
 // kResident: the row is read once, into shared memory as f32: 4,096 bytes for each of ceil(units / C) units of a block (128,256 elements
 // in a cluster of 8: 64 KB, three blocks to an SM). Otherwise every pass reads the row anew: longer rows, and below sm_90.
@@ -18,7 +18,7 @@
 namespace fir {
 
 constexpr u32 kAll = 0xffffffffu;
-constexpr u32 kMaxCluster = 16;
+constexpr u32 kMaxCluster = 8;
 constexpr u32 kThreads = 512, kWarps = kThreads / 32, kBlocks = 3; // of every kernel over rows; blocks on an SM
 constexpr u32 kUnit = 1024, kGroups = 8;
 constexpr float kPositive = 1.401298464324817e-45f; // as a cutoff it lets every positive element pass
@@ -43,13 +43,15 @@ struct Stage {
   Kind kind;
   float cut;        // kWeights: what is less becomes 0
   float max, scale; // kWeights: 2^((x - max) * scale); with max = inf, 1 for the infinite
-  __device__ __forceinline__ float operator()(float x) const {
+  template <bool kWeighted = true>
+  __device__ __forceinline__ float of(float x) const {
     if (kind == kRaw) return x;
-    if (kind == kScaled) return x * scale;
+    if (!kWeighted || kind == kScaled) return x * scale;
     float w = exp2_fast((x - max) * scale);
     if (max == infinity()) w = x == max ? 1.f : x < max ? 0.f : x;
     return x < cut ? 0.f : w;
   }
+  __device__ __forceinline__ float operator()(float x) const { return of(x); }
 };
 
 // What is done to elements when they are read: nothing.
@@ -57,7 +59,8 @@ struct AsRead {
   __device__ __forceinline__ void operator()(u32, u32, float (&)[4]) const {}
 };
 
-template <class T, bool kResident_, class Fix = AsRead>
+// kWeighted: elements may become kWeights.
+template <class T, bool kResident_, class Fix = AsRead, bool kWeighted = true>
 struct Row {
   static constexpr bool kResident = kResident_;
 
@@ -83,6 +86,11 @@ struct Row {
       data = static_cast<float*>(smem) + warp_id() * per_warp * kUnit + lane_id() * 4;
       load();
     }
+  }
+
+  // For functions that are not inlined.
+  __device__ __forceinline__ void localize() {
+    if constexpr (kResident) data = known_shared(data);
   }
 
   // Place in the row of the first of this lane's four elements of group `g`.
@@ -138,14 +146,20 @@ struct Row {
           else x[g][e] = to_float(T{u16(raw[g][e / 2] >> (e % 2 * 16))});
         }
     } else {
+      float y[4][4]; // in memory, so that `x` is not
+      fetch_apart(p + place(u, half * 4), n - min(n, place(u, half * 4)), pad, y);
 #pragma unroll
       for (u32 g = 0; g < 4; ++g)
 #pragma unroll
-        for (u32 e = 0; e < 4; ++e) {
-          const u32 i = place(u, half * 4 + g) + e;
-          x[g][e] = i < n ? to_float(p[i]) : pad;
-        }
+        for (u32 e = 0; e < 4; ++e) x[g][e] = y[g][e];
     }
+  }
+  // The same element by element, for the row's end and where it is not aligned: one text for all passes. `from` has `left` elements.
+  __device__ __noinline__ static void fetch_apart(const T* from, u32 left, float pad, float (&x)[4][4]) {
+#pragma unroll
+    for (u32 g = 0; g < 4; ++g)
+#pragma unroll
+      for (u32 e = 0; e < 4; ++e) x[g][e] = g * 128 + e < left ? to_float(from[g * 128 + e]) : pad;
   }
 
   __device__ __forceinline__ static void unpack(const Chunk& c, float (&x)[4]) {
@@ -165,7 +179,7 @@ struct Row {
       for (u32 g = 0; g < 4; ++g) {
         fix(place(u, half * 4 + g), n, x[g]);
 #pragma unroll
-        for (u32 e = 0; e < 4; ++e) x[g][e] = stage(x[g][e]);
+        for (u32 e = 0; e < 4; ++e) x[g][e] = stage.template of<kWeighted>(x[g][e]);
       }
     }
   }
@@ -180,7 +194,7 @@ struct Row {
       for (u32 e = 0; e < 4; ++e) x[e] = at + e < n ? to_float(p[at + e]) : pad;
       fix(at, n, x);
 #pragma unroll
-      for (u32 e = 0; e < 4; ++e) x[e] = stage(x[e]);
+      for (u32 e = 0; e < 4; ++e) x[e] = stage.template of<kWeighted>(x[e]);
     }
   }
 
@@ -342,37 +356,58 @@ struct Exchange {
 
   // Over all lanes of the cluster: the largest keys and the sum of the counts; of `sum`, which is the same in all
   // lanes of a warp already, the sum over warps.
-  __device__ __forceinline__ Record all(double sum, i32 key = 0, u32 count = 0, i32 key2 = 0) {
+  __device__ __forceinline__ Record all(double sum, i32 key, u32 count = 0, i32 key2 = 0) {
+    return exchange<true>(Record{sum, __reduce_max_sync(kAll, key), __reduce_add_sync(kAll, count), __reduce_max_sync(kAll, key2), 0});
+  }
+  __device__ __forceinline__ Record all(double sum) { return exchange<false>(Record{sum, 0, 0, 0, 0}); }
+
+  // The same over this block alone, of what is the same in all lanes of a warp. A barrier of the block lies between two calls.
+  __device__ __forceinline__ Record block_all(double sum, i32 key, u32 count) {
+    if (lane_id() == 0) s->warps[warp_id()] = Record{sum, key, count, 0, 0};
+    __syncthreads();
+    return combine<true, kWarps>(s->warps, kWarps);
+  }
+  __device__ __forceinline__ double block_all(double sum) {
+    if (lane_id() == 0) s->warps[warp_id()].sum = sum;
+    __syncthreads();
+    return combine<false, kWarps>(s->warps, kWarps).sum;
+  }
+
+  template <bool kKeys>
+  __device__ __forceinline__ Record exchange(const Record& mine) {
     const u32 lane = lane_id(), warp = warp_id();
-    key = __reduce_max_sync(kAll, key);
-    key2 = __reduce_max_sync(kAll, key2);
-    count = __reduce_add_sync(kAll, count);
-    if (lane == 0) s->warps[warp] = Record{sum, key, count, key2, 0};
+    if (lane == 0) s->warps[warp] = mine;
     __syncthreads();
     phase ^= 1;
     if (warp == 0) {
-      const Record r = combine(s->warps, kWarps);
+      const Record r = combine<kKeys, kWarps>(s->warps, kWarps);
       if (lane < size) {
         const u32 to = peer_address(&s->slots[phase][rank], lane);
         peer_store(to, u64(__double_as_longlong(r.sum)));
-        peer_store(to + 8, u64(u32(r.key)) | u64(r.count) << 32);
-        peer_store(to + 16, u32(r.key2));
+        if (kKeys) {
+          peer_store(to + 8, u64(u32(r.key)) | u64(r.count) << 32);
+          peer_store(to + 16, u32(r.key2));
+        }
       }
     }
     cluster_sync();
-    return combine(s->slots[phase], size);
+    return combine<kKeys, kMaxCluster>(s->slots[phase], size);
   }
 
+  // Of `n` records, `kMost` (a power of two) at most: every group of so many lanes does the same.
+  template <bool kKeys, u32 kMost>
   __device__ __forceinline__ static Record combine(const Record* records, u32 n) {
     constexpr i32 kLeast = i32(0x80000000u);
-    const u32 lane = lane_id();
+    const u32 i = lane_id() % kMost;
     Record r{0.0, kLeast, 0, kLeast, 0};
-    if (lane < n) r = records[lane];
-    r.key = __reduce_max_sync(kAll, r.key);
-    r.key2 = __reduce_max_sync(kAll, r.key2);
-    r.count = __reduce_add_sync(kAll, r.count);
+    if (i < n) r = records[i];
+    if (kKeys) {
+      r.key = __reduce_max_sync(kAll, r.key);
+      r.key2 = __reduce_max_sync(kAll, r.key2);
+      r.count = __reduce_add_sync(kAll, i == lane_id() ? r.count : 0u);
+    }
 #pragma unroll
-    for (u32 d = 16; d > 0; d /= 2) r.sum += __shfl_xor_sync(kAll, r.sum, d);
+    for (u32 d = kMost / 2; d > 0; d /= 2) r.sum += __shfl_xor_sync(kAll, r.sum, d);
     return r;
   }
 

@@ -6,19 +6,20 @@
 //   renorm    out[b, i] = x[b, i] / sum of what passes, else 0
 //   mask      out[b, i] = x[b, i] where fewer than top_k are greater, else -inf
 //
-// grid   (rows * C)       a cluster of C blocks (a power of two up to 16; 1 below sm_90) per row
+// grid   (rows * C)       a cluster of C blocks (a power of two up to 8; 1 below sm_90) per row
 // block  512
 // smem   static           1.2 KB; with filters SearchSmem, 8.3 KB
-//        dynamic          kResident: the row (rows.cuh)
+//        dynamic          kResident: the row (rows.cuh); else sample of weights, renorm: lists (bracket.cuh), or none
 // needs  sm_80; clusters from sm_90
 //
-// reads  x, once where kResident
+// reads  x, once where kResident; with lists once, and for renorm once more
 // writes out, valid; a row that is no distribution: token 0 and valid 0, or NaN
 // twins  src/cpu/sampling.rs, src/reference/sampling.rs. Draws are equal but where two sums in different orders put `u`
-//        on different sides of an element's edge (relative 1e-7).
+//        on different sides of an element's edge (relative 1e-7); so also, where filters are in use, those of a row with lists and
+//        without.
 #pragma once
 #include <fir/philox.cuh>
-#include <fir/select.cuh>
+#include <fir/bracket.cuh>
 
 namespace fir {
 
@@ -130,22 +131,106 @@ __device__ __forceinline__ bool enlarge(R& row, float& max, double& mass) {
   return true;
 }
 
+// What a row is filtered by.
+struct Wanted {
+  u32 k;
+  float top_p, min_p;
+  bool by_k, by_p, joint;
+};
+
+// One read of a row of weights, with a list of what may be near the cutoff.
+template <bool kTopK, bool kTopP, class R, class M>
+__device__ __forceinline__ void read_once(const R& row, Bracket& bracket, const Wanted& w, M meanwhile) {
+  cluster_arrive();
+  __syncthreads(); // bins are 0
+  if (w.by_k || w.by_p) {
+    bracket.sample(row.p, row.n, meanwhile);
+    if (kTopK && w.by_k) bracket.guess_count(w.k);
+    else bracket.guess_mass(1.f - w.top_p, row.n); // weights sum to 1, mostly
+  } else if (threadIdx.x == 0) {
+    meanwhile();
+  }
+  cluster_wait(); // all blocks have begun
+  bracket.read<kTopK>(row);
+  cluster_sync(cluster_size());
+}
+
+// What passes is at or above the cutoff; false if the lists do not tell. For the leader, and a row that is a distribution.
+template <bool kTopK, bool kTopP>
+__device__ __forceinline__ bool listed_cutoff(Exchange& ex, Search& search, Bracket& bracket, const Wanted& w, const Bracket::Totals& all,
+                                              float& cutoff) {
+  cutoff = kPositive;
+  if (!all.complete) return false;
+  if constexpr (kTopK || kTopP) {
+    double target = double(w.top_p) * all.mass, mass = all.mass;
+    i32 from = bracket.lo;
+    if (kTopK && w.by_k) {
+      if (!bracket.kth(ex, search, all, w.k, from)) return false;
+      cutoff = __int_as_float(from);
+      if (kTopP && w.by_p) {
+        const double listed = bracket.list(0.f).fold([=](u32, const float (&x)[4]) { return Row<float, false>::kept(x, cutoff); });
+        mass = all.above + ex.block_all(listed);
+        __syncthreads();
+        if (!w.joint) target = double(w.top_p) * mass;
+      }
+    }
+    if (kTopP && w.by_p && target < mass) {
+      // Subnormals have no place in the search for a mass.
+      const i32 end = min(bracket.hi, all.max + 1);
+      if (all.above >= target || from >= end || all.max < 0x21800000) return false; // 2^-60
+      bool beyond;
+      from = search.run_apart<true, true>(bracket.list(0.f), ex, from, end, target, all.above, beyond);
+      if (beyond && !w.by_k) return false;
+      cutoff = __int_as_float(from);
+    }
+  }
+  // The least f32 that is not below the product, which f64 holds exactly.
+  const float least = __double2float_ru(double(__int_as_float(all.max)) * double(w.min_p));
+  if (least > cutoff) {
+    if (__float_as_int(least) < bracket.lo || __float_as_int(least) > bracket.hi) return false;
+    cutoff = least;
+  }
+  return true;
+}
+
+// A draw from one read of a row of weights, if the lists tell what passes. `settle(valid)` and `found(place)` are called for it.
+template <bool kTopK, bool kTopP, class R, class M, class S, class F>
+__device__ __forceinline__ bool sample_once(const R& row, Exchange& ex, Search& search, Bracket& bracket, const Wanted& w, const float& u,
+                                            M meanwhile, S settle, F found) {
+  read_once<kTopK, kTopP>(row, bracket, w, meanwhile);
+  if (ex.rank == 0) {
+    const Bracket::Totals all = bracket.totals(ex);
+    const bool valid = all.mass > 0.0 && all.mass < double(infinity());
+    float cutoff;
+    const bool known = valid && listed_cutoff<kTopK, kTopP>(ex, search, bracket, w, all, cutoff);
+    if (!valid) settle(false);
+    else if (known) settle(bracket.draw(row, cutoff, u, found));
+    bracket.tell(ex, known || !valid, cutoff, 0.0);
+  }
+  cluster_sync(cluster_size());
+  return bracket.s->answer;
+}
+
 // kLogits: `x` are logits; else weights. kTopK, kTopP: the filter may be in use.
 template <class T, bool kLogits, bool kTopK, bool kTopP, bool kResident>
 __global__ void __launch_bounds__(kThreads, kResident ? kBlocks : 2) sample(const __grid_constant__ SampleParams p) {
+  constexpr bool kFilter = kTopK || kTopP;
   __shared__ RecordSmem records;
+  __shared__ __align__(16) u8 search_smem[kFilter ? sizeof(SearchSmem) : 16];
   __shared__ float u;
   Exchange ex;
   ex.open(&records);
+  Search search;
+  if (kFilter) search.open(reinterpret_cast<SearchSmem*>(search_smem));
   const i64 r = blockIdx.x / ex.size;
-  Row<T, kResident> row;
+  Row<T, kResident, AsRead, kLogits> row;
   i64 source = r;
   if (p.indices) {
     const u64 id = u64(read_id(p.indices, p.wide_indices, r));
     source = i64(min(id, u64(p.rows - 1)));
   }
   row.open(static_cast<const T*>(p.x) + source * p.x_stride, p.n, kLogits ? -infinity() : 0.f, dynamic_smem());
-  if (threadIdx.x == 0) u = uniform(p.rng, u32(r), 0);
+  auto draw_u = [&] { u = uniform(p.rng, u32(r), 0); }; // by thread 0
   const u32 k = kTopK ? p.top_k.get(r) : 0;
   const float top_p = kTopP ? p.top_p.get(r) : 1.f, min_p = p.min_p.get(r);
   const bool by_k = kTopK && k < p.n, by_p = kTopP && top_p < 1.f;
@@ -161,6 +246,18 @@ __global__ void __launch_bounds__(kThreads, kResident ? kBlocks : 2) sample(cons
   auto found = [&](u32 place) { write_id(p.out, p.wide_out, r * p.out_stride, place); };
   auto finite = [](double mass) { return mass > 0.0 && mass < double(infinity()); };
 
+  if constexpr (!kLogits && !kResident) {
+    Bracket bracket;
+    if ((by_k || by_p || min_p == 0.f) && bracket.open(dynamic_smem(), p.n)) {
+      const Wanted wanted{k, top_p, min_p, by_k, by_p, p.joint != 0};
+      if (sample_once<kTopK, kTopP>(row, ex, search, bracket, wanted, u, draw_u, settle, found)) return;
+      if (kFilter) search.open(search.s);
+    } else if (threadIdx.x == 0) {
+      draw_u();
+    }
+  } else if (threadIdx.x == 0) {
+    draw_u();
+  }
   float max;
   double mass = kLogits ? 0.0 : row.sum_and_max(max);
   if (kLogits) max = row.max();
@@ -178,11 +275,7 @@ __global__ void __launch_bounds__(kThreads, kResident ? kBlocks : 2) sample(cons
   float cutoff = kPositive;
   bool summed = true; // the last exchange was of what passes
   double whole = mass;
-  if constexpr (kTopK || kTopP) {
-    __shared__ SearchSmem search_smem;
-    Search search;
-    search.open(&search_smem);
-    __syncthreads();
+  if constexpr (kFilter) {
     i32 from = all.key2;
     if (!kLogits && by_p && enlarge(row, max, mass)) from = kLeastKey, whole = mass;
     float cut = -infinity();
@@ -240,6 +333,7 @@ enum class Keep : i32 { kTopK, kTopP };
 // Probabilities that pass, scaled to sum to 1.
 template <Keep kKeep, bool kResident>
 __global__ void __launch_bounds__(kThreads, kResident ? kBlocks : 2) renorm(const __grid_constant__ RenormParams p) {
+  constexpr bool kTopK = kKeep == Keep::kTopK;
   __shared__ RecordSmem records;
   __shared__ SearchSmem search_smem;
   Exchange ex;
@@ -247,31 +341,59 @@ __global__ void __launch_bounds__(kThreads, kResident ? kBlocks : 2) renorm(cons
   Search search;
   search.open(&search_smem);
   const i64 r = blockIdx.x / ex.size;
-  Row<float, kResident> row;
+  Row<float, kResident, AsRead, false> row;
   row.open(static_cast<const float*>(p.x) + r * p.x_stride, p.n, 0.f, dynamic_smem());
   float* out = static_cast<float*>(p.out) + r * p.out_stride;
+  const u32 k = kTopK ? p.top_k.get(r) : 0;
+  const float top_p = kTopK ? 1.f : p.top_p.get(r);
+  const bool by_k = kTopK && k < p.n, by_p = !kTopK && top_p < 1.f;
 
-  const u32 k = kKeep == Keep::kTopK ? p.top_k.get(r) : 0;
-  float max;
-  double mass = row.sum_and_max(max);
-  const bool by_k = kKeep == Keep::kTopK && k < p.n;
-  const Record all = ex.all(mass, order(max), 0, by_k && k <= kThreads ? reached_by(k, max) : kLeastKey);
-  max = unorder(all.key);
-  mass = all.sum;
-  float cutoff = kPositive, inverse = not_a_number();
-  if (mass > 0.0 && mass < double(infinity())) {
-    const bool enlarged = enlarge(row, max, mass);
-    if constexpr (kKeep == Keep::kTopK) {
-      if (by_k) cutoff = fmaxf(kPositive, kth_cutoff(row, ex, search, k, max, enlarged ? kLeastKey : all.key2));
-    } else {
-      const double target = double(p.top_p.get(r)) * mass;
-      if (target < mass) cutoff = mass_cutoff(row, ex, search, target, max, kPositive);
+  float cutoff = kPositive;
+  double mass = 0.0;
+  bool known = false;
+  if constexpr (!kResident) {
+    Bracket bracket;
+    if (bracket.open(dynamic_smem(), p.n)) {
+      const Wanted w{k, top_p, 0.f, by_k, by_p, false};
+      read_once<kTopK, !kTopK>(row, bracket, w, [] {});
+      if (ex.rank == 0) {
+        const Bracket::Totals all = bracket.totals(ex);
+        mass = all.mass;
+        cutoff = -infinity(); // of a row that is none all become NaN
+        known = !(mass > 0.0 && mass < double(infinity()));
+        if (!known) {
+          // The inverse of less may be infinite.
+          known = all.max >= 0x21800000 && listed_cutoff<kTopK, !kTopK>(ex, search, bracket, w, all, cutoff);
+          if (known) mass = bracket.keep(cutoff);
+        }
+        bracket.tell(ex, known, cutoff, mass);
+      }
+      cluster_sync(ex.size);
+      known = bracket.s->answer;
+      if (known) cutoff = bracket.s->cutoff, mass = bracket.s->mass;
+      else search.open(&search_smem);
     }
-    if (cutoff > kPositive) mass = ex.all(row.sum(cutoff)).sum;
-    inverse = float(1.0 / mass);
-  } else {
-    cutoff = -infinity(); // all become NaN
   }
+  if (!known) {
+    float max;
+    mass = row.sum_and_max(max);
+    const Record all = ex.all(mass, order(max), 0, by_k && k <= kThreads ? reached_by(k, max) : kLeastKey);
+    max = unorder(all.key);
+    mass = all.sum;
+    cutoff = -infinity();
+    if (mass > 0.0 && mass < double(infinity())) {
+      cutoff = kPositive;
+      const bool enlarged = enlarge(row, max, mass);
+      if constexpr (kTopK) {
+        if (by_k) cutoff = fmaxf(kPositive, kth_cutoff(row, ex, search, k, max, enlarged ? kLeastKey : all.key2));
+      } else {
+        const double target = double(top_p) * mass;
+        if (target < mass) cutoff = mass_cutoff(row, ex, search, target, max, kPositive);
+      }
+      if (cutoff > kPositive) mass = ex.all(row.sum(cutoff)).sum;
+    }
+  }
+  const float inverse = cutoff == -infinity() ? not_a_number() : float(1.0 / mass);
   write_row(row, out, [=](float x) { return x < cutoff ? 0.f : x * inverse; });
   cluster_sync(); // others may still read this block's bins
 }
@@ -286,7 +408,7 @@ __global__ void __launch_bounds__(kThreads, kResident ? kBlocks : 2) mask(const 
   Search search;
   search.open(&search_smem);
   const i64 r = blockIdx.x / ex.size;
-  Row<T, kResident> row;
+  Row<T, kResident, AsRead, false> row;
   row.open(static_cast<const T*>(p.x) + r * p.x_stride, p.n, -infinity(), dynamic_smem());
   T* out = static_cast<T*>(p.out) + r * p.out_stride;
 

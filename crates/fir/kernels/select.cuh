@@ -50,9 +50,11 @@ struct Search {
   template <bool kMass>
   __device__ __forceinline__ static i32 key(float x) { return kMass ? __float_as_int(x) : order(x); }
 
-  // The key from which on elements are kept, in [lo, hi); `target` is a mass or a number of elements.
-  template <bool kMass, class R>
-  __device__ __forceinline__ i32 run(const R& row, Exchange& ex, i32 lo, i32 hi, double target) {
+  // The key from which on elements are kept, in [lo, hi); `target` is a mass or a number of elements. `kLocal`: this block alone has
+  // all elements of the bracket, and those above it have the sum `base`. `beyond`: they do not reach the target.
+  template <bool kMass, bool kLocal, class R>
+  __device__ __forceinline__ i32 run(const R& row, Exchange& ex, i32 lo, i32 hi, double target, double base, bool& beyond) {
+    beyond = false;
     // Bits of the mantissa that a bin sums: 2^16 elements a block, or 2^20, fit 32 bits. The rest is summed only where they
     // leave open which bin it is.
     constexpr u32 kBits = R::kResident ? 16 : 12, kRest = 24 - kBits;
@@ -81,14 +83,19 @@ struct Search {
         }
         return above;
       });
-      const double before = ex.all(over).sum;
+      const double before = base + (kLocal ? ex.block_all(over) : ex.all(over).sum);
 
       // Bin t of all blocks.
       const u32 t = threadIdx.x;
       u64 units = 0, rests = 0;
-      for (u32 q = 0; q < ex.size; ++q) {
-        units += peer_load(peer_address(&bins[t], q));
-        if (kMass && exact) rests += peer_load(peer_address(&rest[t], q));
+      if constexpr (kLocal) {
+        units = bins[t];
+        rests = rest[t];
+      } else {
+        for (u32 q = 0; q < ex.size; ++q) {
+          units += peer_load(peer_address(&bins[t], q));
+          if (kMass && exact) rests += peer_load(peer_address(&rest[t], q));
+        }
       }
       u32* const found = s->found[phase];
       phase ^= 1;
@@ -101,7 +108,7 @@ struct Search {
         mass = (mass + double(rests) / (1u << kRest)) * __longlong_as_double(i64(exponent - 127 - (kBits - 1) + 1023) << 52);
       }
       double begin, end;
-      prefix(mass, begin, end);
+      prefix(s->totals, mass, begin, end);
       // Of each unit a 2^(kBits - 1)th may be missing.
       const double slack = kMass && shift > 0 && !exact ? 1.0 + 1.0 / (1u << (kBits - 1)) : 1.0;
       if (before + begin * slack < target && before + end * slack >= target) atomicMin(&found[0], t);
@@ -114,7 +121,10 @@ struct Search {
       if (before >= target) return hi; // only by rounding
       const i32 low_key = max(lo, i32(u32(head - i32(low)) << shift));
       if (high == kBins) { // not in these bins
-        if (window == range) return lo;
+        if (window == range) {
+          beyond = true;
+          return lo;
+        }
         hi = i32(u32(hi) - window);
         exact = false;
       } else {
@@ -126,8 +136,29 @@ struct Search {
     }
   }
 
+  // The same as a function of its own: where speed does not hang on it, or its registers would be a burden.
+  template <bool kMass, bool kLocal, class R>
+  __device__ __noinline__ i32 run_apart(const R& row, Exchange& ex, i32 lo, i32 hi, double target, double base, bool& beyond) {
+    Search search{known_shared(s), phase};
+    Exchange exchange = ex;
+    exchange.s = known_shared(ex.s);
+    R own = row;
+    own.localize();
+    const i32 key = search.run<kMass, kLocal>(own, exchange, lo, hi, target, base, beyond);
+    phase = search.phase;
+    ex.phase = exchange.phase;
+    return key;
+  }
+
   // Sums of the values of the threads before this one, and with it. `end` of a thread is exactly `begin` of the next.
-  __device__ __forceinline__ void prefix(double value, double& begin, double& end) {
+  __device__ __forceinline__ static void prefix(double (&totals)[kWarps], double value, double& begin, double& end) {
+    const Span span = spans(shared_address(totals), value);
+    begin = span.begin;
+    end = span.end;
+  }
+  struct Span { double begin, end; };
+  __device__ __noinline__ static Span spans(u32 totals_at, double value) {
+    double* const totals = static_cast<double*>(__cvta_shared_to_generic(totals_at));
     const u32 lane = lane_id(), warp = warp_id();
     double upto = value;
 #pragma unroll
@@ -135,13 +166,13 @@ struct Search {
       const double v = __shfl_up_sync(kAll, upto, d);
       if (lane >= d) upto += v;
     }
-    if (lane == 31) s->totals[warp] = upto;
+    if (lane == 31) totals[warp] = upto;
     __syncthreads();
     double before = 0.0;
-    for (u32 w = 0; w < warp; ++w) before += s->totals[w];
+#pragma unroll
+    for (u32 w = 0; w < kWarps - 1; ++w) before += w < warp ? totals[w] : 0.0;
     const double up = __shfl_up_sync(kAll, upto, 1);
-    begin = lane == 0 ? before : before + up;
-    end = before + upto;
+    return Span{lane == 0 ? before : before + up, before + upto};
   }
 };
 
@@ -160,7 +191,9 @@ __device__ __forceinline__ i32 reached_by(u32 k, float thread_max) {
 template <class R>
 __device__ __forceinline__ float kth_cutoff(const R& row, Exchange& ex, Search& search, u32 k, float max, i32 bound) {
   if (k >= row.n) return -infinity();
-  return unorder(search.run<false>(row, ex, bound, order(max) + 1, double(k)));
+  bool beyond;
+  if constexpr (R::kResident) return unorder(search.run<false, false>(row, ex, bound, order(max) + 1, double(k), 0.0, beyond));
+  return unorder(search.run_apart<false, false>(row, ex, bound, order(max) + 1, double(k), 0.0, beyond));
 }
 
 // What is kept of the positive elements is at or above it. `max` is 2^-60 or more and below 2^127, `least` a lower bound of the
@@ -168,7 +201,71 @@ __device__ __forceinline__ float kth_cutoff(const R& row, Exchange& ex, Search& 
 template <class R>
 __device__ __forceinline__ float mass_cutoff(const R& row, Exchange& ex, Search& search, double target, float max, float least) {
   const i32 lo = ::max(0x00800000, __float_as_int(least));
-  return __int_as_float(search.run<true>(row, ex, lo, __float_as_int(max) + 1, target));
+  bool beyond;
+  if constexpr (R::kResident) return __int_as_float(search.run<true, false>(row, ex, lo, __float_as_int(max) + 1, target, 0.0, beyond));
+  return __int_as_float(search.run_apart<true, false>(row, ex, lo, __float_as_int(max) + 1, target, 0.0, beyond));
+}
+
+// In unit `unit`, before which the mass is `at`: the first element whose running sum exceeds `goal`, by one warp.
+// Its place in the one lane that has it, else -1.
+template <class R>
+__device__ __noinline__ u32 pick_in_unit(R row, u32 unit, double at, double goal, float cutoff) {
+  row.localize();
+  double below = at;
+  float sums[kGroups];
+  if constexpr (R::kResident) {
+#pragma unroll
+    for (u32 g = 0; g < kGroups; ++g) {
+      float x[4];
+      row.read_one(unit, g, x);
+      sums[g] = R::warp_total(R::kept(x, cutoff));
+    }
+  } else { // all at once: a trip to memory
+    float x[2][4][4];
+#pragma unroll
+    for (u32 half = 0; half < 2; ++half) row.read(unit, half, x[half]);
+#pragma unroll
+    for (u32 g = 0; g < kGroups; ++g) sums[g] = R::warp_total(R::kept(x[g / 4][g % 4], cutoff));
+  }
+  u32 group = 0;
+  bool over = false;
+#pragma unroll
+  for (u32 g = 0; g < kGroups; ++g) {
+    if (sums[g] > 0.f && !over) {
+      group = g;
+      at = below;
+      below += sums[g];
+      over = below > goal;
+    }
+  }
+  float x[4];
+  row.read_one(unit, group, x);
+  double mine = 0.0;
+#pragma unroll
+  for (u32 e = 0; e < 4; ++e) mine += x[e] >= cutoff ? double(x[e]) : 0.0;
+  double upto = mine;
+#pragma unroll
+  for (u32 d = 1; d < 32; d *= 2) {
+    const double v = __shfl_up_sync(kAll, upto, d);
+    if (lane_id() >= d) upto += v;
+  }
+  // Sums in another order may leave the goal out of reach: the last lane with mass, and its last element, then.
+  const u32 some = __ballot_sync(kAll, mine > 0.0), reach = __ballot_sync(kAll, mine > 0.0 && at + upto > goal);
+  if (lane_id() == (reach ? __ffs(reach) - 1 : 31 - __clz(some))) {
+    double sum = at + (upto - mine);
+    u32 place = 0;
+    bool stop = false;
+#pragma unroll
+    for (u32 e = 0; e < 4; ++e) {
+      if (x[e] >= cutoff && !stop) {
+        place = R::place(unit, group) + e;
+        sum += x[e];
+        stop = sum > goal;
+      }
+    }
+    return place;
+  }
+  return ~0u;
 }
 
 // The element in whose share of the mass `u` falls, among those from `cutoff` up: the first whose running sum exceeds
@@ -213,52 +310,8 @@ __device__ __forceinline__ bool pick(const R& row, const Exchange& ex, float cut
       if (below > goal) break;
     }
   }
-  below = at;
-  float sums[kGroups];
-#pragma unroll
-  for (u32 g = 0; g < kGroups; ++g) {
-    float x[4];
-    row.read_one(unit, g, x);
-    sums[g] = R::warp_total(R::kept(x, cutoff));
-  }
-  u32 group = 0;
-  bool over = false;
-#pragma unroll
-  for (u32 g = 0; g < kGroups; ++g) {
-    if (sums[g] > 0.f && !over) {
-      group = g;
-      at = below;
-      below += sums[g];
-      over = below > goal;
-    }
-  }
-  float x[4];
-  row.read_one(unit, group, x);
-  double mine = 0.0;
-#pragma unroll
-  for (u32 e = 0; e < 4; ++e) mine += x[e] >= cutoff ? double(x[e]) : 0.0;
-  double upto = mine;
-#pragma unroll
-  for (u32 d = 1; d < 32; d *= 2) {
-    const double v = __shfl_up_sync(kAll, upto, d);
-    if (lane_id() >= d) upto += v;
-  }
-  // Sums in another order may leave the goal out of reach: the last lane with mass, and its last element, then.
-  const u32 some = __ballot_sync(kAll, mine > 0.0), reach = __ballot_sync(kAll, mine > 0.0 && at + upto > goal);
-  if (lane_id() == (reach ? __ffs(reach) - 1 : 31 - __clz(some))) {
-    double sum = at + (upto - mine);
-    u32 place = 0;
-    bool stop = false;
-#pragma unroll
-    for (u32 e = 0; e < 4; ++e) {
-      if (x[e] >= cutoff && !stop) {
-        place = R::place(unit, group) + e;
-        sum += x[e];
-        stop = sum > goal;
-      }
-    }
-    found(place);
-  }
+  const u32 place = pick_in_unit(row, unit, at, goal, cutoff);
+  if (place != ~0u) found(place);
   return true;
 }
 

@@ -45,8 +45,34 @@ __device__ __forceinline__ void cluster_sync() {
 #endif
 }
 
+// Cheaper where the cluster is one block: no fence of global memory.
+__device__ __forceinline__ void cluster_sync(u32 size) {
+  if (size == 1) __syncthreads();
+  else cluster_sync();
+}
+
+// A barrier in two halves, with work of this block between them, that orders nothing: all have begun.
+__device__ __forceinline__ void cluster_arrive() {
+#if FIR_CLUSTERS
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void cluster_wait() {
+#if FIR_CLUSTERS
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#else
+  __syncthreads();
+#endif
+}
+
 __device__ __forceinline__ u32 shared_address(const void* p) {
   return u32(__cvta_generic_to_shared(p));
+}
+
+// `p` again, as one that the compiler knows to be in shared memory: for functions that are not inlined.
+template <class T>
+__device__ __forceinline__ T* known_shared(T* p) {
+  return static_cast<T*>(__cvta_shared_to_generic(shared_address(p)));
 }
 
 // The address that `p`, in this block's shared memory, has in block `rank`.
@@ -71,6 +97,15 @@ __device__ __forceinline__ void peer_store(u32 address, u64 x) {
   asm volatile("st.shared::cluster.u64 [%0], %1;" ::"r"(address), "l"(x) : "memory");
 #else
   asm volatile("st.shared.u64 [%0], %1;" ::"r"(address), "l"(x) : "memory");
+#endif
+}
+
+// 16 bytes, as aligned.
+__device__ __forceinline__ void peer_store(u32 address, u32 a, u32 b, u32 c, u32 d) {
+#if FIR_CLUSTERS
+  asm volatile("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+#else
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 #endif
 }
 

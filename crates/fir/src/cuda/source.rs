@@ -23,6 +23,7 @@ pub(crate) const FILES: &[(&str, &str)] = &[
     ("base/reduce.cuh", include_str!("../../kernels/base/reduce.cuh")),
     ("base/types.cuh", include_str!("../../kernels/base/types.cuh")),
     ("base/vec.cuh", include_str!("../../kernels/base/vec.cuh")),
+    ("bracket.cuh", include_str!("../../kernels/bracket.cuh")),
     ("norm.cuh", include_str!("../../kernels/norm.cuh")),
     ("page.cuh", include_str!("../../kernels/page.cuh")),
     ("philox.cuh", include_str!("../../kernels/philox.cuh")),
