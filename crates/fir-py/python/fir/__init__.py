@@ -1,0 +1,1 @@
+from fir._fir import *
