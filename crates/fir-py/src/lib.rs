@@ -2,7 +2,10 @@
 
 mod error;
 mod ops;
+mod plan;
 mod tensor;
+mod values;
+mod variant;
 
 use pyo3::prelude::*;
 
@@ -10,5 +13,7 @@ use pyo3::prelude::*;
 #[pymodule]
 fn _fir(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    variant::register(module)?;
+    plan::register(module)?;
     ops::register(module)
 }

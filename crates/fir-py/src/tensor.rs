@@ -205,7 +205,12 @@ impl Arg {
             "u1" => DType::U8,
             "u4" => DType::U32,
             "b1" => DType::Bool,
-            _ => return Err(PyTypeError::new_err(format!("typestr {typestr:?} of {} has no element type", name_of(object)))),
+            _ => {
+                return Err(PyTypeError::new_err(format!(
+                    "typestr {typestr:?} of {} has no element type",
+                    name_of(object)
+                )));
+            }
         };
         let (mut shape, mut strides) = ([0i64; MAX_RANK], [0i64; MAX_RANK]);
         let rank = fill(&interface.get_item("shape")?, &mut shape)?;
@@ -518,7 +523,9 @@ pub(crate) fn prepare(py: Python<'_>, inputs: &mut [&mut Arg], outputs: &[&Arg])
         match input.place()? {
             Place::Host => input.copy()?,
             _ if input.range() == output.range() && input.layout() == output.layout() => {}
-            _ => return Err(PyValueError::new_err("an output shares memory with an input, and is not the same tensor")),
+            _ => {
+                return Err(PyValueError::new_err("an output shares memory with an input, and is not the same tensor"));
+            }
         }
     }
     Ok(exec)

@@ -125,93 +125,108 @@ impl Expr {
     }
 }
 
-/// `a OP b` and its mirror, from one line each.
-macro_rules! operators {
-    ($($name:ident $mirror:ident $text:literal $ints:expr, $floats:expr;)*) => {
-        #[pymethods]
-        impl Expr {
-            $(
-                fn $name(&self, other: Operand) -> PyResult<Self> {
-                    self.arithmetic(&other.0, $text, $ints, $floats)
-                }
-                fn $mirror(&self, other: Operand) -> PyResult<Self> {
-                    other.0.arithmetic(self, $text, $ints, $floats)
-                }
-            )*
+#[pymethods]
+impl Expr {
+    fn __add__(&self, other: Operand) -> PyResult<Self> {
+        self.arithmetic(&other.0, "+", Some(|a, b| a + b), Some(|a, b| a + b))
+    }
+    fn __radd__(&self, other: Operand) -> PyResult<Self> {
+        other.0.arithmetic(self, "+", Some(|a, b| a + b), Some(|a, b| a + b))
+    }
+    fn __sub__(&self, other: Operand) -> PyResult<Self> {
+        self.arithmetic(&other.0, "-", Some(|a, b| a - b), Some(|a, b| a - b))
+    }
+    fn __rsub__(&self, other: Operand) -> PyResult<Self> {
+        other.0.arithmetic(self, "-", Some(|a, b| a - b), Some(|a, b| a - b))
+    }
+    fn __mul__(&self, other: Operand) -> PyResult<Self> {
+        self.arithmetic(&other.0, "*", Some(|a, b| a * b), Some(|a, b| a * b))
+    }
+    fn __rmul__(&self, other: Operand) -> PyResult<Self> {
+        other.0.arithmetic(self, "*", Some(|a, b| a * b), Some(|a, b| a * b))
+    }
+    fn __truediv__(&self, other: Operand) -> PyResult<Self> {
+        self.arithmetic(&other.0, "/", None, Some(|a, b| a / b))
+    }
+    fn __rtruediv__(&self, other: Operand) -> PyResult<Self> {
+        other.0.arithmetic(self, "/", None, Some(|a, b| a / b))
+    }
+    fn __floordiv__(&self, other: Operand) -> PyResult<Self> {
+        self.arithmetic(&other.0, "//", Some(|a, b| a / b), None)
+    }
+    fn __rfloordiv__(&self, other: Operand) -> PyResult<Self> {
+        other.0.arithmetic(self, "//", Some(|a, b| a / b), None)
+    }
+    fn __mod__(&self, other: Operand) -> PyResult<Self> {
+        self.arithmetic(&other.0, "%", Some(|a, b| a % b), None)
+    }
+    fn __rmod__(&self, other: Operand) -> PyResult<Self> {
+        other.0.arithmetic(self, "%", Some(|a, b| a % b), None)
+    }
 
-            fn __and__(&self, other: Operand) -> PyResult<Self> {
-                self.logical(&other.0, "&", |a, b| a & b)
-            }
-            fn __rand__(&self, other: Operand) -> PyResult<Self> {
-                other.0.logical(self, "&", |a, b| a & b)
-            }
-            fn __or__(&self, other: Operand) -> PyResult<Self> {
-                self.logical(&other.0, "|", |a, b| a | b)
-            }
-            fn __ror__(&self, other: Operand) -> PyResult<Self> {
-                other.0.logical(self, "|", |a, b| a | b)
-            }
-            fn __invert__(&self) -> PyResult<Self> {
-                Ok(Self { tree: Tree::Bool(!self.bool("~")?), params: self.params.clone() })
-            }
-            fn __neg__(&self) -> PyResult<Self> {
-                match &self.tree {
-                    Tree::I32(x) => Ok(Self { tree: Tree::I32(-x.clone()), params: self.params.clone() }),
-                    _ => self.unary("-", |x| -x),
-                }
-            }
-            fn __abs__(&self) -> PyResult<Self> {
-                self.unary("abs", F32::abs)
-            }
-
-            fn __richcmp__(&self, other: Operand, op: CompareOp) -> PyResult<Self> {
-                let b = &other.0;
-                let tree = match (&self.tree, &b.tree) {
-                    (Tree::I32(x), Tree::I32(y)) => {
-                        let (x, y) = (x.clone(), y.clone());
-                        match op {
-                            CompareOp::Lt => x.lt(y),
-                            CompareOp::Le => x.le(y),
-                            CompareOp::Gt => x.gt(y),
-                            CompareOp::Ge => x.ge(y),
-                            CompareOp::Eq => x.eq(y),
-                            CompareOp::Ne => x.ne(y),
-                        }
-                    }
-                    _ => {
-                        let (x, y) = (self.f32("comparison")?, b.f32("comparison")?);
-                        match op {
-                            CompareOp::Lt => x.lt(y),
-                            CompareOp::Le => x.le(y),
-                            CompareOp::Gt => x.gt(y),
-                            CompareOp::Ge => x.ge(y),
-                            CompareOp::Eq => x.clone().le(y.clone()) & x.ge(y),
-                            CompareOp::Ne => !(x.clone().le(y.clone()) & x.ge(y)),
-                        }
-                    }
-                };
-                Ok(Self { tree: Tree::Bool(tree), params: joined(&self.params, &b.params) })
-            }
-
-            fn __bool__(&self) -> PyResult<bool> {
-                Err(PyTypeError::new_err(
-                    "an expression has no truth value before its kernel runs; use & | ~ and where(condition, a, b)",
-                ))
-            }
-
-            fn __repr__(&self) -> String {
-                format!("<fir.variant.Expr of {}>", self.kind())
-            }
+    fn __and__(&self, other: Operand) -> PyResult<Self> {
+        self.logical(&other.0, "&", |a, b| a & b)
+    }
+    fn __rand__(&self, other: Operand) -> PyResult<Self> {
+        other.0.logical(self, "&", |a, b| a & b)
+    }
+    fn __or__(&self, other: Operand) -> PyResult<Self> {
+        self.logical(&other.0, "|", |a, b| a | b)
+    }
+    fn __ror__(&self, other: Operand) -> PyResult<Self> {
+        other.0.logical(self, "|", |a, b| a | b)
+    }
+    fn __invert__(&self) -> PyResult<Self> {
+        Ok(Self { tree: Tree::Bool(!self.bool("~")?), params: self.params.clone() })
+    }
+    fn __neg__(&self) -> PyResult<Self> {
+        match &self.tree {
+            Tree::I32(x) => Ok(Self { tree: Tree::I32(-x.clone()), params: self.params.clone() }),
+            _ => self.unary("-", |x| -x),
         }
-    };
-}
-operators! {
-    __add__ __radd__ "+" Some(|a, b| a + b), Some(|a, b| a + b);
-    __sub__ __rsub__ "-" Some(|a, b| a - b), Some(|a, b| a - b);
-    __mul__ __rmul__ "*" Some(|a, b| a * b), Some(|a, b| a * b);
-    __truediv__ __rtruediv__ "/" None, Some(|a, b| a / b);
-    __floordiv__ __rfloordiv__ "//" Some(|a, b| a / b), None;
-    __mod__ __rmod__ "%" Some(|a, b| a % b), None;
+    }
+    fn __abs__(&self) -> PyResult<Self> {
+        self.unary("abs", F32::abs)
+    }
+
+    fn __richcmp__(&self, other: Operand, op: CompareOp) -> PyResult<Self> {
+        let b = &other.0;
+        let tree = match (&self.tree, &b.tree) {
+            (Tree::I32(x), Tree::I32(y)) => {
+                let (x, y) = (x.clone(), y.clone());
+                match op {
+                    CompareOp::Lt => x.lt(y),
+                    CompareOp::Le => x.le(y),
+                    CompareOp::Gt => x.gt(y),
+                    CompareOp::Ge => x.ge(y),
+                    CompareOp::Eq => x.eq(y),
+                    CompareOp::Ne => x.ne(y),
+                }
+            }
+            _ => {
+                let (x, y) = (self.f32("comparison")?, b.f32("comparison")?);
+                match op {
+                    CompareOp::Lt => x.lt(y),
+                    CompareOp::Le => x.le(y),
+                    CompareOp::Gt => x.gt(y),
+                    CompareOp::Ge => x.ge(y),
+                    CompareOp::Eq => x.clone().le(y.clone()) & x.ge(y),
+                    CompareOp::Ne => !(x.clone().le(y.clone()) & x.ge(y)),
+                }
+            }
+        };
+        Ok(Self { tree: Tree::Bool(tree), params: joined(&self.params, &b.params) })
+    }
+
+    fn __bool__(&self) -> PyResult<bool> {
+        Err(PyTypeError::new_err(
+            "an expression has no truth value before its kernel runs; use & | ~ and where(condition, a, b)",
+        ))
+    }
+
+    fn __repr__(&self) -> String {
+        format!("<fir.variant.Expr of {}>", self.kind())
+    }
 }
 
 /// A leaf, by its name; see the list in `fir/variant.py`.
@@ -244,7 +259,9 @@ fn scalar_param(name: &str, kind: &str) -> PyResult<Expr> {
         "f32" => (Tree::F32(declare.f32(name)), ParamType::F32),
         "i32" => (Tree::I32(declare.i32(name)), ParamType::I32),
         "per_head" => (Tree::F32(declare.per_head(name)), ParamType::PerHead),
-        other => return Err(PyTypeError::new_err(format!("parameter of kind {other:?}, expected f32, i32 or per_head"))),
+        other => {
+            return Err(PyTypeError::new_err(format!("parameter of kind {other:?}, expected f32, i32 or per_head")));
+        }
     };
     Ok(Expr { tree, params: vec![(name.into(), ty)] })
 }
