@@ -46,6 +46,10 @@ pub(crate) enum Lens {
 }
 
 impl Table {
+    pub(crate) fn get(&self) -> &PageTable<'static> {
+        &self.table
+    }
+
     pub(crate) fn new(
         exec: &Exec,
         page_size: usize,

@@ -2,7 +2,11 @@
 //!
 //! Every function reads its tensors ([`Arg`]), gets the call ready ([`prepare`]), and runs it without the interpreter's lock.
 
+mod matrix;
 mod rows;
+mod sampling;
+mod states;
+mod tokens;
 
 use pyo3::prelude::*;
 
@@ -15,5 +19,9 @@ pub(crate) fn run<T: Send>(py: Python<'_>, work: impl FnOnce() -> fir::Result<T>
 }
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    rows::register(module)
+    rows::register(module)?;
+    states::register(module)?;
+    tokens::register(module)?;
+    sampling::register(module)?;
+    matrix::register(module)
 }
