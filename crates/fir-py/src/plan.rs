@@ -286,7 +286,6 @@ impl BatchPlan {
         let qo = queries(qo, table.table.batch())?;
         let mut batch = locked(&self.batch);
         batch.plan.refill(&qo, table.table.lens()).map_err(to_py)?;
-        batch.scratch = batch.plan.scratch();
         batch.at = Where::Paged(table);
         Ok(())
     }
@@ -297,7 +296,6 @@ impl BatchPlan {
         let qo = queries(qo, kv.batch())?;
         let mut batch = locked(&self.batch);
         batch.plan.refill(&qo, kv.lens()).map_err(to_py)?;
-        batch.scratch = batch.plan.scratch();
         batch.at = Where::Ragged(kv);
         Ok(())
     }
@@ -337,16 +335,27 @@ impl BatchPlan {
                 Where::Paged(table) => Kv::Paged(cache.paged()?, &table.table),
                 Where::Nowhere => return Ok(()),
             };
-            let (lse, params) = (lse.as_mut().map(Arg::view_mut).transpose()?, values.params()?);
-            let (q, out) = (q.view()?, out.view_mut()?);
-            plan.run(&exec, BatchArgs { q, kv, params: &params, sm_scale, scratch, out, lse })
+            let params = values.params()?;
+            let mut attempt = |scratch: &mut Scratch| {
+                let lse = lse.as_mut().map(Arg::view_mut).transpose()?;
+                let (q, out) = (q.view()?, out.view_mut()?);
+                plan.run(&exec, BatchArgs { q, kv, params: &params, sm_scale, scratch, out, lse })
+            };
+            match attempt(scratch) {
+                // The scratch of an earlier batch, which mostly fits; making one costs as much as planning.
+                Err(Error::Value { arg: "scratch", .. }) => {
+                    *scratch = plan.scratch();
+                    attempt(scratch)
+                }
+                other => other,
+            }
         })
     }
 
-    /// Bytes that a run needs besides its tensors.
+    /// Bytes that a run of the planned batch needs besides its tensors.
     #[getter]
     fn scratch_bytes(&self) -> usize {
-        locked(&self.batch).scratch.bytes()
+        locked(&self.batch).plan.scratch().bytes()
     }
 
     /// Query tokens of the batch.
