@@ -10,6 +10,7 @@ What only Blackwell GPUs have is a name that raises ``NotImplementedError``. Arg
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 
 from . import _upstream
@@ -33,15 +34,20 @@ def _blackwell(name: str):
     return raises
 
 
-for _name in _MODULES:
-    _module = importlib.import_module(f"{__name__}.{_name}")
-    globals().update({public: getattr(_module, public) for public in _module.__all__})
-    for _public in _upstream.blackwell_only(_name):
-        setattr(_module, _public, _blackwell(_public))
-        globals()[_public] = getattr(_module, _public)
-# A function of the same name hides the module, as it does in FlashInfer.
-from . import sampling, topk as _topk  # noqa: E402
-from .topk import top_k, topk  # noqa: E402,F401
+def _load() -> None:
+    for name in _MODULES:
+        module = importlib.import_module(f"{__name__}.{name}")
+        for public in _upstream.blackwell_only(name):
+            setattr(module, public, _blackwell(public))
+        names = (*module.__all__, *_upstream.blackwell_only(name))
+        globals().update({public: getattr(module, public) for public in names})
+    # As in FlashInfer, `topk` is the function; its module is found by `import flashinfer.topk`.
+    globals()["topk"] = top_k  # noqa: F821
+
+
+# `python -m fir.flashinfer.check` needs no torch; everything else does.
+if importlib.util.find_spec("torch") is not None:
+    _load()
 
 
 def install() -> None:

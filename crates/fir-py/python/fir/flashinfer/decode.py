@@ -17,7 +17,7 @@ from ._core import (
 __all__ = [
     "BatchDecodeMlaWithPagedKVCacheWrapper", "BatchDecodeWithPagedKVCacheWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper", "fast_decode_plan", "single_decode_with_kv_cache",
-    "single_decode_with_kv_cache_with_jit_module", "trtllm_batch_decode_with_kv_cache",
+    "trtllm_batch_decode_with_kv_cache",
     "xqa_batch_decode_with_kv_cache",
 ]
 
@@ -49,12 +49,6 @@ def single_decode_with_kv_cache(
     scale = (1.0 / math.sqrt(dim) if sm_scale is None else sm_scale) * number(q_scale)
     plan.run(q.unsqueeze(0), k, v, out, lse, scale, attention.params, number(k_scale), number(v_scale))
     return (out[0], lse[0]) if return_lse else out[0]
-
-
-def single_decode_with_kv_cache_with_jit_module(jit_module, q, k, v, *args, kv_layout: str = "NHD",
-                                                window_left: int = -1, return_lse: bool = False):
-    """Attention of one query token by a module of ``flashinfer.jit``."""
-    return jit_module.single_decode(q, k, v, args, kv_layout, window_left, return_lse)
 
 
 class BatchDecodeWithPagedKVCacheWrapper:

@@ -18,7 +18,7 @@ from .decode import _scales, _table_of
 __all__ = [
     "BatchPrefillWithPagedKVCacheWrapper", "BatchPrefillWithRaggedKVCacheWrapper", "fmha_varlen",
     "single_prefill_with_kv_cache", "single_prefill_with_kv_cache_return_lse",
-    "single_prefill_with_kv_cache_with_jit_module", "trtllm_batch_context_with_kv_cache", "trtllm_fmha_v2_prefill",
+    "trtllm_batch_context_with_kv_cache", "trtllm_fmha_v2_prefill",
     "trtllm_ragged_attention_deepseek",
 ]
 
@@ -64,12 +64,6 @@ def single_prefill_with_kv_cache(
 
 
 single_prefill_with_kv_cache_return_lse = functools.partial(single_prefill_with_kv_cache, return_lse=True)
-
-
-def single_prefill_with_kv_cache_with_jit_module(jit_module, q, k, v, *args, kv_layout: str = "NHD", mask_mode: int = 0,
-                                                 window_left: int = -1, return_lse: bool = False):
-    """Attention of one request by a module of ``flashinfer.jit``."""
-    return jit_module.single_prefill(q, k, v, args, kv_layout, mask_mode, window_left, return_lse)
 
 
 def _items(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len):
