@@ -1,0 +1,410 @@
+"""One query token per request: ``single_decode_with_kv_cache`` and the batch wrappers."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Optional, Union
+
+import torch
+
+from .. import _fir
+from ._core import (
+    F32, Attention, Planned, check_backend, check_dtypes, check_layout, dtype_of, host, number, refuse, refuse_capture,
+    split_of, stored, unpack_kv,
+)
+
+__all__ = [
+    "BatchDecodeMlaWithPagedKVCacheWrapper", "BatchDecodeWithPagedKVCacheWrapper",
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper", "fast_decode_plan", "single_decode_with_kv_cache",
+    "trtllm_batch_decode_with_kv_cache",
+    "xqa_batch_decode_with_kv_cache",
+]
+
+
+def single_decode_with_kv_cache(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_layout: str = "NHD", pos_encoding_mode: str = "NONE",
+    use_tensor_cores: bool = False, q_scale: Optional[float] = None, k_scale: Optional[float] = None,
+    v_scale: Optional[float] = None, window_left: int = -1, logits_soft_cap: Optional[float] = None,
+    sm_scale: Optional[float] = None, rope_scale: Optional[float] = None, rope_theta: Optional[float] = None,
+    return_lse: bool = False,
+):
+    """Attention of one query token; ``q``: ``[qo_heads, head_dim]``, ``k``, ``v``: ``[kv_len, kv_heads, head_dim]``
+    (NHD) or ``[kv_heads, kv_len, head_dim]`` (HND). Returns ``[qo_heads, head_dim]``, and with ``return_lse`` also
+    ``[qo_heads]``, f32, base 2. ``use_tensor_cores`` is ignored."""
+    check_layout(kv_layout)
+    heads, dim = q.shape
+    attention = Attention(
+        heads, q.device, window_left=window_left, logits_soft_cap=logits_soft_cap, pos_encoding_mode=pos_encoding_mode,
+        rope_scale=rope_scale, rope_theta=rope_theta,
+    )
+    if kv_layout == "HND":
+        k, v = k.transpose(0, 1), v.transpose(0, 1)
+    plan = _fir.BatchPlan(
+        (heads, k.shape[1], dim, v.shape[2], q.dtype, k.dtype, q.dtype), attention.variant, q, requests=1
+    )
+    plan.plan_ragged(1, torch.tensor([0, k.shape[0]], dtype=torch.int32))
+    out = torch.empty((1, heads, v.shape[2]), dtype=q.dtype, device=q.device)
+    lse = torch.empty((1, heads), dtype=F32, device=q.device) if return_lse else None
+    scale = (1.0 / math.sqrt(dim) if sm_scale is None else sm_scale) * number(q_scale)
+    plan.run(q.unsqueeze(0), k, v, out, lse, scale, attention.params, number(k_scale), number(v_scale))
+    return (out[0], lse[0]) if return_lse else out[0]
+
+
+class BatchDecodeWithPagedKVCacheWrapper:
+    """A decode batch over a paged cache: ``plan()`` once per step, ``run()`` once per layer.
+
+    The workspace only tells the device; scratch is sized by the plan. ``use_tensor_cores`` and ``backend`` choose among
+    kernels of FlashInfer's and change nothing here. The page table is read by ``plan()``: on the host it costs no
+    copy; ``indptr`` and ``last_page_len`` on a device cost one copy and one wait each, ``indices`` stay there.
+    """
+
+    def __init__(
+        self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", use_cuda_graph: bool = False,
+        use_tensor_cores: bool = False, paged_kv_indptr_buffer: Optional[torch.Tensor] = None,
+        paged_kv_indices_buffer: Optional[torch.Tensor] = None,
+        paged_kv_last_page_len_buffer: Optional[torch.Tensor] = None, backend: str = "auto", jit_args=None,
+    ) -> None:
+        self._kv_layout = check_layout(kv_layout)
+        self._backend = check_backend(backend)
+        if jit_args is not None:
+            refuse("jit_args", jit_args[0], "a variant of fir.variant")
+        self._float_workspace_buffer = float_workspace_buffer
+        self.device = float_workspace_buffer.device
+        self._use_tensor_cores = use_tensor_cores
+        self._use_cuda_graph = use_cuda_graph
+        buffers = (paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
+        if use_cuda_graph:
+            for name, buffer in zip(("indptr", "indices", "last_page_len"), buffers):
+                if not torch.is_tensor(buffer):
+                    raise ValueError(f"paged_kv_{name}_buffer should be a torch.Tensor in cudagraph mode")
+            self._fixed_batch_size = len(paged_kv_last_page_len_buffer)
+            if len(paged_kv_indptr_buffer) != self._fixed_batch_size + 1:
+                raise ValueError("The size of paged_kv_indptr_buffer should be batch_size + 1")
+        else:
+            self._fixed_batch_size = 0
+        self._paged_kv_indptr_buf, self._paged_kv_indices_buf, self._paged_kv_last_page_len_buf = buffers
+        self._planned = Planned()
+
+    @property
+    def use_tensor_cores(self) -> bool:
+        """As it was given."""
+        return self._use_tensor_cores
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        """As it was given."""
+        return self._use_cuda_graph
+
+    def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
+        """Takes another workspace; ``int_workspace_buffer`` is ignored."""
+        self._float_workspace_buffer = float_workspace_buffer
+
+    def workspace_size(self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size,
+                       *args, **kwargs) -> tuple[int, int]:
+        """Bytes of workspace that a plan of these arguments needs: none, as plans own their scratch."""
+        return 0, 0
+
+    def plan(
+        self, indptr: torch.Tensor, indices: torch.Tensor, last_page_len: torch.Tensor, num_qo_heads: int,
+        num_kv_heads: int, head_dim: int, page_size: int, pos_encoding_mode: str = "NONE", window_left: int = -1,
+        logits_soft_cap: Optional[float] = None, q_data_type: Union[str, torch.dtype, None] = "float16",
+        kv_data_type: Union[str, torch.dtype, None] = None, o_data_type: Union[str, torch.dtype, None] = None,
+        data_type: Union[str, torch.dtype, None] = None, sm_scale: Optional[float] = None,
+        rope_scale: Optional[float] = None, rope_theta: Optional[float] = None, non_blocking: bool = True,
+        block_tables: Optional[torch.Tensor] = None, seq_lens: Optional[torch.Tensor] = None,
+        fixed_split_size: Optional[int] = None, disable_split_kv: bool = False, q_len_per_req: int = 1,
+        window_right: int = 0,
+    ) -> None:
+        """Plans a batch: pages ``indices[indptr[r]:indptr[r + 1]]`` of each request, ``last_page_len[r]`` tokens in the
+        last. ``non_blocking``, ``block_tables`` and ``seq_lens`` are ignored."""
+        if data_type is not None:
+            q_data_type = data_type if q_data_type is None or q_data_type == "float16" else q_data_type
+            kv_data_type = data_type if kv_data_type is None else kv_data_type
+        q_dtype = dtype_of(q_data_type) or torch.float16
+        kv_dtype = dtype_of(kv_data_type) or q_dtype
+        o_dtype = dtype_of(o_data_type) or q_dtype
+        batch = len(last_page_len)
+        if self._use_cuda_graph:
+            if batch != self._fixed_batch_size:
+                raise ValueError(
+                    f"The batch size should be fixed in cudagraph mode, the runtime batch size {batch} mismatches the "
+                    f"batch size set during initialization {self._fixed_batch_size}"
+                )
+            if len(indices) > len(self._paged_kv_indices_buf):
+                raise ValueError("The size of indices should be less than or equal to the allocated buffer")
+            self._paged_kv_indptr_buf.copy_(indptr)
+            self._paged_kv_indices_buf[: len(indices)].copy_(indices)
+            self._paged_kv_last_page_len_buf.copy_(last_page_len)
+            indices = self._paged_kv_indices_buf
+        else:
+            self._paged_kv_indptr_buf, self._paged_kv_indices_buf = indptr, indices
+            self._paged_kv_last_page_len_buf = last_page_len
+        attention = Attention(
+            num_qo_heads, self.device, causal=q_len_per_req > 1, window_left=window_left,
+            logits_soft_cap=logits_soft_cap, pos_encoding_mode=pos_encoding_mode, rope_scale=rope_scale,
+            rope_theta=rope_theta,
+        )
+        shape = (num_qo_heads, num_kv_heads, head_dim, head_dim, q_dtype, stored(kv_dtype), o_dtype)
+        split = split_of(page_size, fixed_split_size, disable_split_kv)
+        like = self._float_workspace_buffer
+        plan = self._planned.prepare(shape, attention, like, batch, split)
+        plan.plan_paged(like, q_len_per_req, page_size, host(indptr), indices, host(last_page_len))
+        self._cached_q_data_type, self._cached_kv_data_type, self._cached_o_data_type = q_dtype, kv_dtype, o_dtype
+        self._window_left, self._logits_soft_cap, self._causal = window_left, logits_soft_cap, False
+        self._sm_scale = 1.0 / math.sqrt(head_dim) if sm_scale is None else sm_scale
+        self._pos_encoding_mode, self._page_size, self._q_len_per_req = pos_encoding_mode, page_size, q_len_per_req
+        self._rope_scale, self._rope_theta = rope_scale, rope_theta
+
+    begin_forward = plan
+
+    def run(
+        self, q: torch.Tensor, paged_kv_cache, *args, q_scale: Optional[float] = None, k_scale: Optional[float] = None,
+        v_scale: Optional[float] = None, out: Optional[torch.Tensor] = None, lse: Optional[torch.Tensor] = None,
+        return_lse: bool = False, enable_pdl: Optional[bool] = None, window_left: Optional[int] = None,
+        sinks: Optional[torch.Tensor] = None, q_len_per_req: Optional[int] = None,
+        skip_softmax_threshold_scale_factor: Optional[float] = None, kv_cache_sf=None,
+    ):
+        """One layer: ``q``: ``[batch, qo_heads, head_dim]``. Returns ``out``, or ``(out, lse)`` with ``return_lse``.
+        ``enable_pdl``, ``sinks`` and ``skip_softmax_threshold_scale_factor`` are ignored."""
+        planned = self._planned
+        if planned.plan is None:
+            raise RuntimeError("plan() must be called before run()")
+        if self._use_cuda_graph:
+            refuse_capture(q)
+        k, v = unpack_kv(paged_kv_cache)
+        check_dtypes(q, k, self._cached_q_data_type, self._cached_kv_data_type)
+        if window_left is not None and window_left != self._window_left:
+            raise ValueError(f"window_left {window_left} mismatches that of plan(), {self._window_left}")
+        if out is None:
+            out = torch.empty(q.shape, dtype=self._cached_o_data_type, device=q.device)
+        if return_lse and lse is None:
+            lse = torch.empty(q.shape[:2], dtype=F32, device=q.device)
+        scale = self._sm_scale if q_scale is None else self._sm_scale * number(q_scale)
+        planned.plan.run(
+            q, k, v, out, lse if return_lse else None, scale, planned.attention.params,
+            1.0 if k_scale is None else number(k_scale), 1.0 if v_scale is None else number(v_scale), self._kv_layout,
+            None if kv_cache_sf is None else _scales(kv_cache_sf),
+        )
+        return (out, lse) if return_lse else out
+
+    run_return_lse = functools.partialmethod(run, return_lse=True)
+
+    def _replan(self, pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta) -> None:
+        """What the deprecated calls pass to ``forward`` instead of ``plan``."""
+        attention = Attention(
+            self._planned._key[0][0], self.device, causal=self._q_len_per_req > 1, window_left=window_left,
+            logits_soft_cap=logits_soft_cap, pos_encoding_mode=pos_encoding_mode, rope_scale=rope_scale,
+            rope_theta=rope_theta,
+        )
+        if attention.variant != self._planned.attention.variant:
+            shape, _, _, split = self._planned._key
+            like = self._float_workspace_buffer
+            plan = self._planned.prepare(shape, attention, like, len(self._paged_kv_last_page_len_buf), split)
+            plan.plan_paged(
+                like, self._q_len_per_req, self._page_size, host(self._paged_kv_indptr_buf), self._paged_kv_indices_buf,
+                host(self._paged_kv_last_page_len_buf),
+            )
+        self._planned.attention = attention
+        self._window_left = window_left
+        if sm_scale is not None:
+            self._sm_scale = sm_scale
+
+    def forward(
+        self, q: torch.Tensor, paged_kv_cache, pos_encoding_mode: str = "NONE", q_scale: Optional[float] = None,
+        k_scale: Optional[float] = None, v_scale: Optional[float] = None, window_left: int = -1,
+        logits_soft_cap: Optional[float] = None, sm_scale: Optional[float] = None, rope_scale: Optional[float] = None,
+        rope_theta: Optional[float] = None, return_lse: bool = False,
+    ):
+        """Deprecated: ``run``, with what ``plan`` takes nowadays."""
+        self._replan(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta)
+        return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
+
+    forward_return_lse = functools.partialmethod(forward, return_lse=True)
+
+    def end_forward(self) -> None:
+        """Deprecated: does nothing."""
+
+
+def _scales(kv_cache_sf):
+    if isinstance(kv_cache_sf, (tuple, list)):
+        return tuple(kv_cache_sf)
+    return kv_cache_sf[:, 0], kv_cache_sf[:, 1]
+
+
+class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
+    """The wrapper with ``use_cuda_graph=True``."""
+
+    def __init__(
+        self, workspace_buffer: torch.Tensor, indptr_buffer: torch.Tensor, indices_buffer: torch.Tensor,
+        last_page_len_buffer: torch.Tensor, kv_layout: str = "NHD", use_tensor_cores: bool = False,
+    ) -> None:
+        super().__init__(
+            workspace_buffer, kv_layout, use_cuda_graph=True, use_tensor_cores=use_tensor_cores,
+            paged_kv_indptr_buffer=indptr_buffer, paged_kv_indices_buffer=indices_buffer,
+            paged_kv_last_page_len_buffer=last_page_len_buffer,
+        )
+
+
+def fast_decode_plan(
+    self: BatchDecodeWithPagedKVCacheWrapper, indptr: torch.Tensor, indices: torch.Tensor, last_page_len: torch.Tensor,
+    num_qo_heads: int, num_kv_heads: int, head_dim: int, page_size: int, pos_encoding_mode: str = "NONE",
+    window_left: int = -1, logits_soft_cap: Optional[float] = None, q_data_type=None, kv_data_type=None,
+    data_type=None, sm_scale: Optional[float] = None, rope_scale: Optional[float] = None,
+    rope_theta: Optional[float] = None, non_blocking: bool = True, fixed_split_size: Optional[int] = None,
+    disable_split_kv: bool = False, q_len_per_req: int = 1, global_override_indptr_cpu: Optional[torch.Tensor] = None,
+) -> None:
+    """``plan``, to be bound over a wrapper's own; ``global_override_indptr_cpu`` is ``indptr`` on the host."""
+    BatchDecodeWithPagedKVCacheWrapper.plan(
+        self, indptr if global_override_indptr_cpu is None else global_override_indptr_cpu, indices, last_page_len,
+        num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode, window_left, logits_soft_cap,
+        q_data_type, kv_data_type, None, data_type, sm_scale, rope_scale, rope_theta, non_blocking,
+        fixed_split_size=fixed_split_size, disable_split_kv=disable_split_kv, q_len_per_req=q_len_per_req,
+    )
+
+
+class BatchDecodeMlaWithPagedKVCacheWrapper:
+    """A decode batch of latent attention; the older one of two wrappers (see ``flashinfer.mla``)."""
+
+    def __init__(self, float_workspace_buffer: torch.Tensor, use_cuda_graph: bool = False,
+                 use_tensor_cores: bool = False, paged_kv_indptr_buffer=None, paged_kv_indices_buffer=None,
+                 paged_kv_last_page_len_buffer=None) -> None:
+        self._float_workspace_buffer = float_workspace_buffer
+        self._use_cuda_graph, self._use_tensor_cores = use_cuda_graph, use_tensor_cores
+        self._plan = None
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        """As it was given."""
+        return self._use_cuda_graph
+
+    @property
+    def use_tensor_cores(self) -> bool:
+        """As it was given."""
+        return self._use_tensor_cores
+
+    def reset_workspace_buffer(self, float_workspace_buffer, int_workspace_buffer) -> None:
+        """Takes another workspace."""
+        self._float_workspace_buffer = float_workspace_buffer
+
+    def plan(
+        self, indptr: torch.Tensor, indices: torch.Tensor, last_page_len: torch.Tensor, num_qo_heads: int,
+        head_dim_compressed_kv: int, page_size: int, sm_scale: float, window_left: int = -1,
+        logits_soft_cap: Optional[float] = None, data_type="float16", q_data_type=None,
+        rope_scale: Optional[float] = None, rope_theta: Optional[float] = None,
+    ) -> None:
+        """Plans a batch. Rotation is the caller's (``q_pe`` and ``kpe`` come rotated)."""
+        if window_left >= 0:
+            refuse("window_left", window_left, "-1")
+        if logits_soft_cap:
+            refuse("logits_soft_cap", logits_soft_cap, "None")
+        self._data_type = dtype_of(data_type)
+        self._q_data_type = dtype_of(q_data_type) or self._data_type
+        self._args = (host(indptr), indices, host(last_page_len), num_qo_heads, head_dim_compressed_kv, page_size)
+        self._sm_scale, self._plan = sm_scale, None
+
+    def run(
+        self, q_nope: torch.Tensor, q_pe: torch.Tensor, paged_ckv_cache: torch.Tensor, paged_kpe_cache: torch.Tensor,
+        q_scale: Optional[float] = None, k_scale: Optional[float] = None, v_scale: Optional[float] = None,
+        out: Optional[torch.Tensor] = None, lse: Optional[torch.Tensor] = None, return_lse: bool = False,
+        enable_pdl: bool = False,
+    ):
+        """One layer: ``q_nope``: ``[batch, heads, head_dim_ckv]``, ``q_pe``: ``[batch, heads, head_dim_kpe]``."""
+        indptr, indices, last, heads, dim, page_size = self._args
+        if self._plan is None:
+            shape = (heads, dim, q_pe.shape[-1], self._q_data_type, self._data_type, q_nope.dtype)
+            self._plan = _fir.MlaPlan(
+                shape, self._float_workspace_buffer, 1, page_size, indptr, indices, last, last_page=True
+            )
+        if v_scale is not None and k_scale is not None and number(v_scale) != number(k_scale):
+            refuse("v_scale", v_scale, "k_scale, as keys and values are the same numbers")
+        out = torch.empty_like(q_nope) if out is None else out
+        if return_lse and lse is None:
+            lse = torch.empty(q_nope.shape[:2], dtype=F32, device=q_nope.device)
+        scale = number(k_scale if k_scale is not None else v_scale)
+        self._plan.run(
+            q_nope, q_pe, paged_ckv_cache, paged_kpe_cache, self._sm_scale * number(q_scale), out,
+            lse if return_lse else None, scale, scale,
+        )
+        return (out, lse) if return_lse else out
+
+    run_return_lse = functools.partialmethod(run, return_lse=True)
+
+
+def _table_of(block_tables: torch.Tensor, seq_lens: torch.Tensor, page_size: int):
+    """CSR form of a padded table: every row keeps its width, lengths tell what is used."""
+    batch, width = block_tables.shape
+    indptr = torch.tensor(range(0, batch * width + 1, width) if width else [0] * (batch + 1), dtype=torch.int32)
+    return indptr, block_tables.reshape(-1), host(seq_lens)
+
+
+def xqa_batch_decode_with_kv_cache(
+    query: torch.Tensor, kv_cache, workspace_buffer: torch.Tensor, block_tables: torch.Tensor, seq_lens: torch.Tensor,
+    max_seq_len: int, bmm1_scale=1.0, bmm2_scale=1.0, window_left: int = -1, out: Optional[torch.Tensor] = None,
+    sinks: Optional[torch.Tensor] = None, kv_layout: str = "NHD", enable_pdl: Optional[bool] = None,
+    q_len_per_req: Optional[int] = 1, o_scale: Optional[float] = 1.0, mask: Optional[torch.Tensor] = None,
+    kv_cache_sf=None, q_cu_seq_lens: Optional[torch.Tensor] = None,
+):
+    """Decode over padded ``block_tables`` ``[batch, pages]`` and ``seq_lens`` ``[batch]``: ``bmm1_scale`` is the factor of
+    the scores, ``bmm2_scale`` that of the output. Plans anew each time: wrappers are faster. ``workspace_buffer``,
+    ``max_seq_len`` and ``enable_pdl`` are ignored."""
+    if mask is not None:
+        refuse("mask", "a tensor", "None")
+    if o_scale not in (None, 1.0):
+        refuse("o_scale", o_scale, "1.0")
+    k, v = unpack_kv(kv_cache)
+    heads, dim = query.shape[-2:]
+    tokens = query.reshape(-1, heads, dim)
+    axis = 1 if v is not None else 2
+    page_size = k.shape[axis if kv_layout == "NHD" else axis + 1]
+    kv_heads = k.shape[axis + 1 if kv_layout == "NHD" else axis]
+    indptr, indices, lens = _table_of(block_tables, seq_lens, page_size)
+    q_len = host(q_cu_seq_lens) if q_cu_seq_lens is not None else (q_len_per_req or 1)
+    packed = k.dtype == torch.uint8
+    o_dtype = out.dtype if out is not None else (tokens.dtype if tokens.dtype.itemsize > 1 else torch.bfloat16)
+    attention = Attention(
+        heads, query.device, causal=q_cu_seq_lens is not None or (q_len_per_req or 1) > 1, window_left=window_left,
+        sink=sinks,
+    )
+    shape = (heads, kv_heads, dim, v.shape[-1] * (2 if packed else 1) if v is not None else dim, tokens.dtype,
+             stored(k.dtype), o_dtype)
+    plan = _fir.BatchPlan(shape, attention.variant, tokens, requests=len(lens))
+    plan.plan_paged(tokens, q_len, page_size, indptr, indices, lens, last_page=False)
+    result = torch.empty(tokens.shape[:2] + (shape[3],), dtype=o_dtype, device=query.device) if out is None else out
+    plan.run(
+        tokens, k, v, result.view(tokens.shape[:2] + (shape[3],)), None, number(bmm1_scale), attention.params, 1.0,
+        number(bmm2_scale), kv_layout, None if kv_cache_sf is None else _scales(kv_cache_sf),
+    )
+    return result.view(query.shape[:-1] + (shape[3],)) if out is None else out
+
+
+def trtllm_batch_decode_with_kv_cache(
+    query: torch.Tensor, kv_cache, workspace_buffer: torch.Tensor, block_tables: torch.Tensor, seq_lens: torch.Tensor,
+    max_seq_len: int, bmm1_scale=1.0, bmm2_scale=1.0, window_left: int = -1, out=None, out_dtype=None,
+    o_sf_scale: Optional[float] = None, o_sf_vec_size: Optional[int] = None, sinks=None, kv_layout: str = "HND",
+    enable_pdl: Optional[bool] = None, backend: str = "auto", q_len_per_req: Optional[int] = 1,
+    o_scale: Optional[float] = 1.0, mask: Optional[torch.Tensor] = None, max_q_len: Optional[int] = None,
+    cum_seq_lens_q: Optional[torch.Tensor] = None, skip_softmax_threshold_scale_factor: Optional[float] = None,
+    kv_cache_sf=None, uses_shared_paged_kv_idx: bool = True, lse: Optional[torch.Tensor] = None,
+    return_lse: bool = False, bmm1_scale_log2: Optional[torch.Tensor] = None,
+    multi_ctas_kv_counter_buffer: Optional[torch.Tensor] = None, enable_block_sparse_attention: bool = False,
+    bf16q_fp8kv_transform_mode=None,
+):
+    """As ``xqa_batch_decode_with_kv_cache``, which is what FlashInfer runs on Hopper; what only its Blackwell kernels
+    have is refused by name."""
+    check_backend(backend)
+    for name, got, want in (
+        ("o_sf_scale", o_sf_scale, None), ("return_lse", return_lse, False),
+        ("bmm1_scale_log2", bmm1_scale_log2, None), ("uses_shared_paged_kv_idx", uses_shared_paged_kv_idx, True),
+        ("enable_block_sparse_attention", enable_block_sparse_attention, False),
+    ):
+        if got is not want and got != want:
+            refuse(name, got, repr(want))
+    if isinstance(sinks, (list, tuple)):
+        sinks = sinks[0]
+    if out is None and out_dtype is not None:
+        out = torch.empty(query.shape, dtype=dtype_of(out_dtype), device=query.device)
+    return xqa_batch_decode_with_kv_cache(
+        query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale, bmm2_scale, window_left, out,
+        sinks, kv_layout, enable_pdl, q_len_per_req, o_scale, mask, kv_cache_sf, cum_seq_lens_q,
+    )

@@ -1,0 +1,119 @@
+"""Latent attention over a paged cache."""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import torch
+
+from .. import _fir
+from ._core import F32, check_backend, host, number, refuse
+from .decode import _table_of
+
+__all__ = ["BatchMLAPagedAttentionWrapper", "trtllm_batch_decode_with_kv_cache_mla", "xqa_batch_decode_with_kv_cache_mla"]
+
+
+class BatchMLAPagedAttentionWrapper:
+    """Latent attention: ``plan()`` once per step, ``run()`` once per layer. The workspace only tells the device."""
+
+    def __init__(
+        self, float_workspace_buffer: torch.Tensor, use_cuda_graph: bool = False,
+        qo_indptr: Optional[torch.Tensor] = None, kv_indptr: Optional[torch.Tensor] = None,
+        kv_indices: Optional[torch.Tensor] = None, kv_len_arr: Optional[torch.Tensor] = None, backend: str = "auto",
+    ) -> None:
+        self._float_workspace_buffer, self._backend = float_workspace_buffer, check_backend(backend)
+        self._use_cuda_graph = use_cuda_graph
+        self._qo_indptr_buf, self._kv_indptr_buf = qo_indptr, kv_indptr
+        self._kv_indices_buf, self._kv_len_arr_buf = kv_indices, kv_len_arr
+        self._plan = None
+
+    def plan(
+        self, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, kv_indices: torch.Tensor, kv_len_arr: torch.Tensor,
+        num_heads: int, head_dim_ckv: int, head_dim_kpe: int, page_size: int, causal: bool, sm_scale: float,
+        q_data_type: torch.dtype, kv_data_type: torch.dtype, use_profiler: bool = False,
+    ) -> None:
+        """Plans a batch; lengths are in tokens. ``use_profiler`` is ignored."""
+        out = q_data_type if q_data_type.itemsize > 1 else torch.bfloat16
+        shape = (num_heads, head_dim_ckv, head_dim_kpe, q_data_type, kv_data_type, out)
+        self._plan = _fir.MlaPlan(
+            shape, self._float_workspace_buffer, host(qo_indptr), page_size, host(kv_indptr), kv_indices,
+            host(kv_len_arr), causal=causal,
+        )
+        self._causal, self._page_size, self._sm_scale, self._out_dtype = causal, page_size, sm_scale, out
+
+    def run(
+        self, q_nope: torch.Tensor, q_pe: torch.Tensor, ckv_cache: torch.Tensor, kpe_cache: torch.Tensor,
+        out: Optional[torch.Tensor] = None, lse: Optional[torch.Tensor] = None, return_lse: bool = False,
+        profiler_buffer: Optional[torch.Tensor] = None, kv_len: Optional[torch.Tensor] = None,
+        page_table: Optional[torch.Tensor] = None, return_lse_base_on_e: bool = False, o_scale: Optional[float] = None, *,
+        ckv_scale: Optional[float] = None, ckv_scale_arr: Optional[torch.Tensor] = None,
+        kpe_scale: Optional[float] = None,
+    ):
+        """One layer: ``q_nope``: ``[tokens, heads, head_dim_ckv]``, ``q_pe``: ``[tokens, heads, head_dim_kpe]``,
+        ``ckv_cache``: ``[pages, page_size, head_dim_ckv]``. Returns ``out``, or ``(out, lse)`` with ``return_lse``.
+        ``kv_len`` and ``page_table`` belong to a Blackwell kernel; ``profiler_buffer`` is ignored."""
+        if self._plan is None:
+            raise RuntimeError("plan() must be called before run()")
+        if return_lse_base_on_e:
+            refuse("return_lse_base_on_e", True, "False: multiply by ln 2")
+        if ckv_scale_arr is not None:
+            refuse("ckv_scale_arr", "a tensor", "ckv_scale")
+        if o_scale not in (None, 1.0):
+            refuse("o_scale", o_scale, "1.0")
+        if out is None:
+            out = torch.empty(q_nope.shape, dtype=self._out_dtype, device=q_nope.device)
+        if return_lse and lse is None:
+            lse = torch.empty(q_nope.shape[:2], dtype=F32, device=q_nope.device)
+        self._plan.run(
+            q_nope, q_pe, ckv_cache, kpe_cache, self._sm_scale, out, lse if return_lse else None, number(ckv_scale),
+            number(kpe_scale),
+        )
+        return (out, lse) if return_lse else out
+
+
+def xqa_batch_decode_with_kv_cache_mla(
+    query: torch.Tensor, kv_cache: torch.Tensor, workspace_buffer: torch.Tensor, qk_nope_head_dim: int,
+    kv_lora_rank: int, qk_rope_head_dim: int, block_tables: torch.Tensor, seq_lens: torch.Tensor, max_seq_len: int,
+    out: Optional[torch.Tensor] = None, bmm1_scale=1.0, bmm2_scale=1.0, sinks=None, enable_pdl: Optional[bool] = None,
+):
+    """Latent decode over padded ``block_tables``, planned anew each time: ``query``:
+    ``[batch, q_len, heads, kv_lora_rank + qk_rope_head_dim]``, ``kv_cache``: ``[pages, page_size, ...]``."""
+    if sinks is not None:
+        refuse("sinks", "tensors", "None")
+    if number(bmm2_scale) != 1.0:
+        refuse("bmm2_scale", bmm2_scale, "1.0")
+    cache = kv_cache.squeeze(1) if kv_cache.dim() == 4 else kv_cache
+    batch, q_len, heads, _ = query.shape
+    flat = query.view(batch * q_len, heads, -1)
+    indptr, indices, lens = _table_of(block_tables, seq_lens, cache.shape[1])
+    out_dtype = out.dtype if out is not None else (query.dtype if query.dtype.itemsize > 1 else torch.bfloat16)
+    shape = (heads, kv_lora_rank, qk_rope_head_dim, query.dtype, cache.dtype, out_dtype)
+    plan = _fir.MlaPlan(shape, flat, q_len, cache.shape[1], indptr, indices, lens, causal=q_len > 1)
+    result = torch.empty((batch, q_len, heads, kv_lora_rank), dtype=out_dtype, device=query.device) if out is None else out
+    plan.run(
+        flat[..., :kv_lora_rank], flat[..., kv_lora_rank:], cache[..., :kv_lora_rank], cache[..., kv_lora_rank:],
+        number(bmm1_scale), result.view(batch * q_len, heads, kv_lora_rank),
+    )
+    return result
+
+
+def trtllm_batch_decode_with_kv_cache_mla(
+    query: torch.Tensor, kv_cache: torch.Tensor, workspace_buffer: torch.Tensor, qk_nope_head_dim: int,
+    kv_lora_rank: int, qk_rope_head_dim: int, block_tables: torch.Tensor, seq_lens: Optional[torch.Tensor],
+    max_seq_len: int, sparse_mla_top_k: int = 0, out: Optional[torch.Tensor] = None, bmm1_scale=1.0, bmm2_scale=1.0,
+    sinks=None, skip_softmax_threshold_scale_factor: Optional[float] = None, enable_pdl: Optional[bool] = None,
+    backend: str = "auto", **blackwell,
+):
+    """As ``xqa_batch_decode_with_kv_cache_mla``; what only Blackwell's kernels have is refused by name."""
+    check_backend(backend)
+    if sparse_mla_top_k:
+        refuse("sparse_mla_top_k", sparse_mla_top_k, "0")
+    for name, value in blackwell.items():
+        if value not in (None, False, True, "auto", 1, 0):
+            refuse(name, value, "None")
+    if blackwell.get("return_lse"):
+        refuse("return_lse", True, "False")
+    return xqa_batch_decode_with_kv_cache_mla(
+        query, kv_cache, workspace_buffer, qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim, block_tables, seq_lens,
+        max_seq_len, out, bmm1_scale, bmm2_scale, sinks, enable_pdl,
+    )

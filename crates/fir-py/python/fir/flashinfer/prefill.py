@@ -1,0 +1,516 @@
+"""Several query tokens per request: ``single_prefill_with_kv_cache`` and the batch wrappers."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Optional, Union
+
+import torch
+
+from .. import _fir
+from ._core import (
+    F32, I32, Attention, Planned, check_backend, check_dtypes, check_layout, dtype_of, host, number, packed_mask, refuse,
+    refuse_capture, split_of, stored, unpack_kv,
+)
+from .decode import _scales, _table_of
+
+__all__ = [
+    "BatchPrefillWithPagedKVCacheWrapper", "BatchPrefillWithRaggedKVCacheWrapper", "fmha_varlen",
+    "single_prefill_with_kv_cache", "single_prefill_with_kv_cache_return_lse",
+    "trtllm_batch_context_with_kv_cache", "trtllm_fmha_v2_prefill",
+    "trtllm_ragged_attention_deepseek",
+]
+
+
+def single_prefill_with_kv_cache(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale_q: Optional[torch.Tensor] = None,
+    scale_k: Optional[torch.Tensor] = None, scale_v: Optional[torch.Tensor] = None,
+    o_dtype: Optional[torch.dtype] = None, custom_mask: Optional[torch.Tensor] = None,
+    packed_custom_mask: Optional[torch.Tensor] = None, causal: bool = False, kv_layout: str = "NHD",
+    pos_encoding_mode: str = "NONE", use_fp16_qk_reduction: bool = False, sm_scale: Optional[float] = None,
+    window_left: int = -1, logits_soft_cap: Optional[float] = None, rope_scale: Optional[float] = None,
+    rope_theta: Optional[float] = None, backend: str = "auto", return_lse: bool = False, kv_cache_sf=None,
+    k_scale: Optional[float] = None, v_scale: Optional[float] = None,
+):
+    """Attention of one request: ``q``: ``[qo_len, qo_heads, head_dim_qk]``, ``k``, ``v``: ``[kv_len, kv_heads, ...]``
+    (NHD) or heads first (HND), ``custom_mask``: ``[qo_len, kv_len]``, bool. Sums are f32 whatever
+    ``use_fp16_qk_reduction`` says. ``scale_q``, ``scale_k`` and ``scale_v`` of one value each are taken, one per head is not.
+    """
+    check_layout(kv_layout)
+    check_backend(backend)
+    if kv_cache_sf is not None:
+        refuse("kv_cache_sf", "tensors", "None: NVFP4 caches are paged")
+    if kv_layout == "HND":
+        k, v = k.transpose(0, 1), v.transpose(0, 1)
+    (tokens, heads, dim), kv_len = q.shape, k.shape[0]
+    mask = None
+    if custom_mask is not None or packed_custom_mask is not None:
+        mask = packed_mask(custom_mask, packed_custom_mask, [0, tokens], [kv_len])
+    attention = Attention(
+        heads, q.device, causal=causal, window_left=window_left, logits_soft_cap=logits_soft_cap,
+        pos_encoding_mode=pos_encoding_mode, rope_scale=rope_scale, rope_theta=rope_theta, mask=mask,
+    )
+    dtype = o_dtype or (q.dtype if q.dtype.itemsize > 1 else torch.float16)
+    plan = _fir.BatchPlan((heads, k.shape[1], dim, v.shape[2], q.dtype, k.dtype, dtype), attention.variant, q, requests=1)
+    plan.plan_ragged(torch.tensor([0, tokens], dtype=I32), torch.tensor([0, kv_len], dtype=I32))
+    out = torch.empty((tokens, heads, v.shape[2]), dtype=dtype, device=q.device)
+    lse = torch.empty((tokens, heads), dtype=F32, device=q.device) if return_lse else None
+    scale = (1.0 / math.sqrt(dim) if sm_scale is None else sm_scale) * number(scale_q)
+    plan.run(
+        q, k, v, out, lse, scale, attention.params, number(k_scale) * number(scale_k), number(v_scale) * number(scale_v)
+    )
+    return (out, lse) if return_lse else out
+
+
+single_prefill_with_kv_cache_return_lse = functools.partial(single_prefill_with_kv_cache, return_lse=True)
+
+
+def _items(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len):
+    if prefix_len_ptr is None:
+        return None
+    return prefix_len_ptr.to(I32), token_pos_in_items_ptr.to(I32).reshape(-1), int(token_pos_in_items_len)
+
+
+class _Prefill:
+    """What the two prefill wrappers have in common."""
+
+    def __init__(self, float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args) -> None:
+        self._kv_layout = check_layout(kv_layout)
+        self._backend = check_backend(backend)
+        if jit_args is not None:
+            refuse("jit_args", jit_args[0], "a variant of fir.variant")
+        self._float_workspace_buffer = float_workspace_buffer
+        self.device = float_workspace_buffer.device
+        self._use_cuda_graph = use_cuda_graph
+        self._planned = Planned()
+        self._sink = False
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        """As it was given."""
+        return self._use_cuda_graph
+
+    def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer) -> None:
+        """Takes another workspace; ``int_workspace_buffer`` is ignored."""
+        self._float_workspace_buffer = float_workspace_buffer
+
+    def end_forward(self) -> None:
+        """Deprecated: does nothing."""
+
+    def _set(self, shape, batch, split, *, mask, items, sm_scale, **flags):
+        sink = torch.empty(0) if self._sink else None
+        attention = Attention(shape[0], self.device, mask=mask, items=items, sink=sink, **flags)
+        plan = self._planned.prepare(shape, attention, self._float_workspace_buffer, batch, split)
+        self._flags, self._mask, self._item_args, self._batch = flags, mask, items, batch
+        self._causal, self._window_left = flags["causal"], flags["window_left"]
+        self._logits_soft_cap, self._pos_encoding_mode = flags["logits_soft_cap"], flags["pos_encoding_mode"]
+        self._sm_scale = 1.0 / math.sqrt(shape[2]) if sm_scale is None else sm_scale
+        return plan
+
+    def _replan(self, sm_scale, **flags) -> None:
+        """What the deprecated calls pass to ``forward`` instead of ``plan``."""
+        shape, _, _, split = self._planned._key
+        before = self._planned.attention.variant
+        plan = self._set(shape, self._batch, split, mask=self._mask, items=self._item_args,
+                         sm_scale=self._sm_scale if sm_scale is None else sm_scale, **flags)
+        if self._planned.attention.variant != before:
+            self._fill(plan)
+
+    def _begin(self, q, k):
+        if self._planned.plan is None:
+            raise RuntimeError("plan() must be called before run()")
+        if self._use_cuda_graph:
+            refuse_capture(q)
+        check_dtypes(q, k, self._cached_q_data_type, self._cached_kv_data_type)
+
+    def _outputs(self, q, out, lse, return_lse):
+        shape = self._planned._key[0]
+        if out is None:
+            out = torch.empty((q.shape[0], shape[0], shape[3]), dtype=self._cached_o_data_type, device=q.device)
+        if return_lse and lse is None:
+            lse = torch.empty(q.shape[:2], dtype=F32, device=q.device)
+        return out, lse
+
+    def _scale(self, q_scale):
+        return self._sm_scale if q_scale is None else self._sm_scale * number(q_scale)
+
+
+class BatchPrefillWithPagedKVCacheWrapper(_Prefill):
+    """Prefill, append or decode over a paged cache: ``plan()`` once per step, ``run()`` once per layer.
+
+    The workspace only tells the device; scratch is sized by the plan. A mask given to ``plan()`` takes the place of
+    ``causal``.
+    """
+
+    def __init__(
+        self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", use_cuda_graph: bool = False,
+        qo_indptr_buf: Optional[torch.Tensor] = None, paged_kv_indptr_buf: Optional[torch.Tensor] = None,
+        paged_kv_indices_buf: Optional[torch.Tensor] = None, paged_kv_last_page_len_buf: Optional[torch.Tensor] = None,
+        custom_mask_buf: Optional[torch.Tensor] = None, mask_indptr_buf: Optional[torch.Tensor] = None,
+        backend: str = "auto", jit_args=None, jit_kwargs=None,
+    ) -> None:
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args)
+        buffers = (qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf)
+        if use_cuda_graph:
+            for name, buffer in zip(
+                ("qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf"), buffers
+            ):
+                if not torch.is_tensor(buffer):
+                    raise ValueError(f"{name} should be a torch.Tensor in CUDA graph mode")
+            self._fixed_batch_size = len(qo_indptr_buf) - 1
+            if len(paged_kv_indptr_buf) != self._fixed_batch_size + 1:
+                raise ValueError("The length of paged_kv_indptr_buf should be batch_size + 1.")
+            if len(paged_kv_last_page_len_buf) != self._fixed_batch_size:
+                raise ValueError("The length of paged_kv_last_page_len_buf should be batch_size.")
+        else:
+            self._fixed_batch_size = 0
+        self._qo_indptr_buf, self._paged_kv_indptr_buf, self._paged_kv_indices_buf = buffers[:3]
+        self._paged_kv_last_page_len_buf = buffers[3]
+        self._custom_mask_buf, self._mask_indptr_buf = custom_mask_buf, mask_indptr_buf
+
+    def workspace_size(self, *args, **kwargs) -> tuple[int, int]:
+        """Bytes of workspace that a plan of these arguments needs: none, as plans own their scratch."""
+        return 0, 0
+
+    def plan(
+        self, qo_indptr: torch.Tensor, paged_kv_indptr: torch.Tensor, paged_kv_indices: torch.Tensor,
+        paged_kv_last_page_len: torch.Tensor, num_qo_heads: int, num_kv_heads: int, head_dim_qk: int, page_size: int,
+        head_dim_vo: Optional[int] = None, custom_mask: Optional[torch.Tensor] = None,
+        packed_custom_mask: Optional[torch.Tensor] = None, causal: bool = False, pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False, sm_scale: Optional[float] = None, window_left: int = -1,
+        logits_soft_cap: Optional[float] = None, rope_scale: Optional[float] = None, rope_theta: Optional[float] = None,
+        q_data_type: Union[str, torch.dtype] = "float16", kv_data_type: Union[str, torch.dtype, None] = None,
+        o_data_type: Union[str, torch.dtype, None] = None, non_blocking: bool = True,
+        prefix_len_ptr: Optional[torch.Tensor] = None, token_pos_in_items_ptr: Optional[torch.Tensor] = None,
+        token_pos_in_items_len: int = 0, max_item_len_ptr: Optional[torch.Tensor] = None,
+        seq_lens: Optional[torch.Tensor] = None, seq_lens_q: Optional[torch.Tensor] = None,
+        block_tables: Optional[torch.Tensor] = None, max_token_per_sequence: Optional[int] = None,
+        max_sequence_kv: Optional[int] = None, fixed_split_size: Optional[int] = None, disable_split_kv: bool = False,
+    ) -> None:
+        """Plans a batch. Ignored, as they tell what the page table does or choose a kernel: ``use_fp16_qk_reduction``,
+        ``non_blocking``, ``max_item_len_ptr``, ``seq_lens``, ``seq_lens_q``, ``block_tables``,
+        ``max_token_per_sequence``, ``max_sequence_kv``."""
+        q_dtype = dtype_of(q_data_type)
+        kv_dtype, o_dtype = dtype_of(kv_data_type) or q_dtype, dtype_of(o_data_type) or q_dtype
+        qo, indptr, last = host(qo_indptr), host(paged_kv_indptr), host(paged_kv_last_page_len)
+        batch = len(qo) - 1
+        mask = None
+        if custom_mask is not None or packed_custom_mask is not None:
+            pages, lasts = indptr.tolist(), last.tolist()
+            lens = [max((b - a - 1) * page_size + n, 0) if b > a else 0 for a, b, n in zip(pages, pages[1:], lasts)]
+            mask = packed_mask(custom_mask, packed_custom_mask, qo.tolist(), lens)
+        if self._use_cuda_graph:
+            if batch != self._fixed_batch_size:
+                raise ValueError(
+                    f"The batch size should be fixed during the lifecycle of the wrapper in cuda graph mode, the runtime "
+                    f"batch size {batch}  mismatches the batch size {self._fixed_batch_size} set during initialization."
+                )
+            if len(paged_kv_indices) > len(self._paged_kv_indices_buf):
+                raise ValueError("The length of paged_kv_indices exceeds the allocated buffer size.")
+            self._qo_indptr_buf.copy_(qo_indptr)
+            self._paged_kv_indptr_buf.copy_(paged_kv_indptr)
+            self._paged_kv_indices_buf[: len(paged_kv_indices)].copy_(paged_kv_indices)
+            self._paged_kv_last_page_len_buf.copy_(paged_kv_last_page_len)
+        else:
+            self._qo_indptr_buf, self._paged_kv_indptr_buf = qo_indptr, paged_kv_indptr
+            self._paged_kv_indices_buf, self._paged_kv_last_page_len_buf = paged_kv_indices, paged_kv_last_page_len
+        self._host_table = (qo, page_size, indptr, last)
+        self._cached_q_data_type, self._cached_kv_data_type, self._cached_o_data_type = q_dtype, kv_dtype, o_dtype
+        self._page_size = page_size
+        shape = (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo or head_dim_qk, q_dtype, stored(kv_dtype), o_dtype)
+        plan = self._set(
+            shape, batch, split_of(page_size, fixed_split_size, disable_split_kv), mask=mask,
+            items=_items(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len), sm_scale=sm_scale,
+            causal=causal, window_left=window_left, logits_soft_cap=logits_soft_cap,
+            pos_encoding_mode=pos_encoding_mode, rope_scale=rope_scale, rope_theta=rope_theta,
+        )
+        self._fill(plan)
+
+    begin_forward = plan
+
+    def _fill(self, plan) -> None:
+        qo, page_size, indptr, last = self._host_table
+        plan.plan_paged(self._float_workspace_buffer, qo, page_size, indptr, self._paged_kv_indices_buf, last)
+
+    def run(
+        self, q: torch.Tensor, paged_kv_cache, *args, q_scale=None, k_scale=None, v_scale=None,
+        out: Optional[torch.Tensor] = None, lse: Optional[torch.Tensor] = None, return_lse: bool = False,
+        enable_pdl: Optional[bool] = None, window_left: Optional[int] = None, sinks: Optional[torch.Tensor] = None,
+        kv_cache_sf=None, skip_softmax_threshold_scale_factor: Optional[float] = None,
+        use_fp16_softmax: Optional[bool] = None, uses_spcompress: Optional[bool] = None,
+    ):
+        """One layer: ``q``: ``[tokens, qo_heads, head_dim_qk]``. Returns ``out``, or ``(out, lse)`` with ``return_lse``.
+        ``enable_pdl``, ``sinks``, ``skip_softmax_threshold_scale_factor``, ``use_fp16_softmax`` and ``uses_spcompress`` are
+        ignored."""
+        k, v = unpack_kv(paged_kv_cache)
+        self._begin(q, k)
+        if window_left is not None and window_left != self._window_left:
+            raise ValueError(f"window_left {window_left} mismatches that of plan(), {self._window_left}")
+        out, lse = self._outputs(q, out, lse, return_lse)
+        self._planned.plan.run(
+            q, k, v, out, lse if return_lse else None, self._scale(q_scale), self._planned.attention.params,
+            1.0 if k_scale is None else number(k_scale), 1.0 if v_scale is None else number(v_scale), self._kv_layout,
+            None if kv_cache_sf is None else _scales(kv_cache_sf),
+        )
+        return (out, lse) if return_lse else out
+
+    run_return_lse = functools.partialmethod(run, return_lse=True)
+
+    def forward(
+        self, q: torch.Tensor, paged_kv_cache, causal: bool = False, pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False, k_scale: Optional[float] = None, v_scale: Optional[float] = None,
+        window_left: int = -1, logits_soft_cap: Optional[float] = None, sm_scale: Optional[float] = None,
+        rope_scale: Optional[float] = None, rope_theta: Optional[float] = None, return_lse: bool = False,
+    ):
+        """Deprecated: ``run``, with what ``plan`` takes nowadays."""
+        self._replan(
+            sm_scale, causal=causal, window_left=window_left, logits_soft_cap=logits_soft_cap,
+            pos_encoding_mode=pos_encoding_mode, rope_scale=rope_scale, rope_theta=rope_theta,
+        )
+        return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
+
+    forward_return_lse = functools.partialmethod(forward, return_lse=True)
+
+
+class BatchPrefillWithRaggedKVCacheWrapper(_Prefill):
+    """Prefill over keys and values that lie one request after another."""
+
+    def __init__(
+        self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", use_cuda_graph: bool = False,
+        qo_indptr_buf: Optional[torch.Tensor] = None, kv_indptr_buf: Optional[torch.Tensor] = None,
+        custom_mask_buf: Optional[torch.Tensor] = None, mask_indptr_buf: Optional[torch.Tensor] = None,
+        backend: str = "auto", jit_args=None, jit_kwargs=None,
+    ) -> None:
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args)
+        if use_cuda_graph:
+            for name, buffer in (("qo_indptr_buf", qo_indptr_buf), ("kv_indptr_buf", kv_indptr_buf)):
+                if not torch.is_tensor(buffer):
+                    raise ValueError(f"{name} should be a torch.Tensor in cuda graph mode")
+        self._qo_indptr_buf, self._kv_indptr_buf = qo_indptr_buf, kv_indptr_buf
+        self._custom_mask_buf, self._mask_indptr_buf = custom_mask_buf, mask_indptr_buf
+
+    def plan(
+        self, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, num_qo_heads: int, num_kv_heads: int, head_dim_qk: int,
+        head_dim_vo: Optional[int] = None, custom_mask: Optional[torch.Tensor] = None,
+        packed_custom_mask: Optional[torch.Tensor] = None, causal: bool = False, pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False, window_left: int = -1, logits_soft_cap: Optional[float] = None,
+        sm_scale: Optional[float] = None, rope_scale: Optional[float] = None, rope_theta: Optional[float] = None,
+        q_data_type: Union[str, torch.dtype] = "float16", kv_data_type: Union[str, torch.dtype, None] = None,
+        o_data_type: Union[str, torch.dtype, None] = None, non_blocking: bool = True,
+        prefix_len_ptr: Optional[torch.Tensor] = None, token_pos_in_items_ptr: Optional[torch.Tensor] = None,
+        token_pos_in_items_len: int = 0, max_item_len_ptr: Optional[torch.Tensor] = None,
+        fixed_split_size: Optional[int] = None, disable_split_kv: bool = False, seq_lens: Optional[torch.Tensor] = None,
+        seq_lens_q: Optional[torch.Tensor] = None, max_token_per_sequence: Optional[int] = None,
+        max_sequence_kv: Optional[int] = None, v_indptr: Optional[torch.Tensor] = None,
+        o_indptr: Optional[torch.Tensor] = None,
+    ) -> None:
+        """Plans a batch. Ignored: ``use_fp16_qk_reduction``, ``non_blocking``, ``max_item_len_ptr``, ``seq_lens``,
+        ``seq_lens_q``, ``max_token_per_sequence``, ``max_sequence_kv``."""
+        if v_indptr is not None or o_indptr is not None:
+            refuse("v_indptr, o_indptr", "tensors", "None")
+        q_dtype = dtype_of(q_data_type)
+        kv_dtype, o_dtype = dtype_of(kv_data_type) or q_dtype, dtype_of(o_data_type) or q_dtype
+        qo, kv = host(qo_indptr), host(kv_indptr)
+        if len(qo) != len(kv):
+            raise ValueError("The kv_indptr length should be equal to qo_indptr length.")
+        mask = None
+        if custom_mask is not None or packed_custom_mask is not None:
+            ends = kv.tolist()
+            lens = [b - a for a, b in zip(ends, ends[1:])]
+            mask = packed_mask(custom_mask, packed_custom_mask, qo.tolist(), lens)
+        if self._use_cuda_graph:
+            self._qo_indptr_buf.copy_(qo_indptr)
+            self._kv_indptr_buf.copy_(kv_indptr)
+        else:
+            self._qo_indptr_buf, self._kv_indptr_buf = qo_indptr, kv_indptr
+        self._host_indptr = (qo, kv)
+        self._cached_q_data_type, self._cached_kv_data_type, self._cached_o_data_type = q_dtype, kv_dtype, o_dtype
+        shape = (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo or head_dim_qk, q_dtype, kv_dtype, o_dtype)
+        plan = self._set(
+            shape, len(qo) - 1, split_of(1, fixed_split_size, disable_split_kv), mask=mask,
+            items=_items(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len), sm_scale=sm_scale,
+            causal=causal, window_left=window_left, logits_soft_cap=logits_soft_cap,
+            pos_encoding_mode=pos_encoding_mode, rope_scale=rope_scale, rope_theta=rope_theta,
+        )
+        self._fill(plan)
+
+    begin_forward = plan
+
+    def _fill(self, plan) -> None:
+        plan.plan_ragged(*self._host_indptr)
+
+    def run(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args, q_scale: Optional[float] = None,
+        k_scale: Optional[float] = None, v_scale: Optional[float] = None, o_scale: Optional[float] = None,
+        out: Optional[torch.Tensor] = None, lse: Optional[torch.Tensor] = None, return_lse: bool = False,
+        enable_pdl: Optional[bool] = None, kv_cache_sf=None,
+    ):
+        """One layer: ``q``: ``[tokens, qo_heads, head_dim_qk]``, ``k``, ``v``: ``[kv_tokens, kv_heads, ...]``. Returns
+        ``out``, or ``(out, lse)`` with ``return_lse``. ``enable_pdl`` is ignored."""
+        if kv_cache_sf is not None:
+            refuse("kv_cache_sf", "tensors", "None: NVFP4 caches are paged")
+        if o_scale not in (None, 1.0):
+            refuse("o_scale", o_scale, "1.0, as outputs are not fp8")
+        if self._kv_layout == "HND":
+            k, v = k.transpose(0, 1), v.transpose(0, 1)
+        self._begin(q, k)
+        out, lse = self._outputs(q, out, lse, return_lse)
+        self._planned.plan.run(
+            q, k, v, out, lse if return_lse else None, self._scale(q_scale), self._planned.attention.params,
+            number(k_scale), number(v_scale),
+        )
+        return (out, lse) if return_lse else out
+
+    run_return_lse = functools.partialmethod(run, return_lse=True)
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False, window_left: int = -1, logits_soft_cap: Optional[float] = None,
+        sm_scale: Optional[float] = None, rope_scale: Optional[float] = None, rope_theta: Optional[float] = None,
+        return_lse: bool = False,
+    ):
+        """Deprecated: ``run``, with what ``plan`` takes nowadays."""
+        self._replan(
+            sm_scale, causal=causal, window_left=window_left, logits_soft_cap=logits_soft_cap,
+            pos_encoding_mode=pos_encoding_mode, rope_scale=rope_scale, rope_theta=rope_theta,
+        )
+        return self.run(q, k, v, return_lse=return_lse)
+
+    forward_return_lse = functools.partialmethod(forward, return_lse=True)
+
+
+def fmha_varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qo_segment_offsets: torch.Tensor,
+    kv_segment_offsets: torch.Tensor, plan_info=None, max_qo_len: Optional[int] = None,
+    out: Optional[torch.Tensor] = None, lse: Optional[torch.Tensor] = None, causal: bool = False,
+    sm_scale: Optional[float] = None, q_scale: Optional[float] = None, k_scale: Optional[float] = None,
+    v_scale: Optional[float] = None, o_scale: Optional[float] = None, return_lse: bool = False,
+):
+    """Ragged prefill in one call. ``plan_info`` and ``max_qo_len`` are ignored."""
+    wrapper = BatchPrefillWithRaggedKVCacheWrapper(q)
+    wrapper.plan(
+        qo_segment_offsets, kv_segment_offsets, q.shape[1], k.shape[1], q.shape[2], v.shape[2], causal=causal,
+        sm_scale=sm_scale, q_data_type=q.dtype, kv_data_type=k.dtype, o_data_type=None if out is None else out.dtype,
+    )
+    return wrapper.run(
+        q, k, v, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, o_scale=o_scale, out=out, lse=lse,
+        return_lse=return_lse,
+    )
+
+
+def _context(query, k, v, block_tables, seq_lens, bmm1_scale, bmm2_scale, cum_seq_lens_q, window_left, out, kv_layout,
+             sinks, kv_cache_sf, causal, lse, return_lse, logits_soft_cap=None):
+    heads, dim = query.shape[-2:]
+    axis = 1 if v is not None else 2
+    page_size = k.shape[axis if kv_layout == "NHD" else axis + 1]
+    kv_heads = k.shape[axis + 1 if kv_layout == "NHD" else axis]
+    indptr, indices, lens = _table_of(block_tables, seq_lens, page_size)
+    sinks = sinks[0] if isinstance(sinks, (list, tuple)) else sinks
+    attention = Attention(
+        heads, query.device, causal=causal, window_left=window_left, sink=sinks, logits_soft_cap=logits_soft_cap
+    )
+    shape = (heads, kv_heads, dim, dim, query.dtype, stored(k.dtype), out.dtype)
+    plan = _fir.BatchPlan(shape, attention.variant, query, requests=len(lens))
+    plan.plan_paged(query, host(cum_seq_lens_q), page_size, indptr, indices, lens, last_page=False)
+    if return_lse and lse is None:
+        lse = torch.empty(query.shape[:2], dtype=F32, device=query.device)
+    plan.run(
+        query, k, v, out, lse if return_lse else None, number(bmm1_scale), attention.params, 1.0, number(bmm2_scale),
+        kv_layout, None if kv_cache_sf is None else _scales(kv_cache_sf),
+    )
+    return (out, lse) if return_lse else out
+
+
+def trtllm_batch_context_with_kv_cache(
+    query: torch.Tensor, kv_cache, workspace_buffer: torch.Tensor, block_tables: torch.Tensor, seq_lens: torch.Tensor,
+    max_q_len: int, max_kv_len: int, bmm1_scale, bmm2_scale, batch_size: int, cum_seq_lens_q: torch.Tensor,
+    cum_seq_lens_kv: torch.Tensor, window_left: int = -1, out=None, out_dtype=None, o_sf_scale: Optional[float] = None,
+    o_sf_vec_size: Optional[int] = None, kv_layout: str = "HND", enable_pdl: Optional[bool] = None, sinks=None,
+    kv_cache_sf=None, skip_softmax_threshold_scale_factor: Optional[float] = None,
+    uses_shared_paged_kv_idx: bool = True, causal: bool = True, lse: Optional[torch.Tensor] = None,
+    return_lse: bool = False, multi_ctas_kv_counter_buffer: Optional[torch.Tensor] = None,
+    use_fp16_softmax: Optional[bool] = None, uses_spcompress: Optional[bool] = None,
+):
+    """Prefill over padded ``block_tables`` and ``seq_lens``, planned anew each time. Ignored: ``workspace_buffer``,
+    ``max_q_len``, ``max_kv_len``, ``batch_size``, ``cum_seq_lens_kv``, ``enable_pdl`` and what tunes Blackwell's kernels."""
+    if o_sf_scale is not None:
+        refuse("o_sf_scale", o_sf_scale, "None")
+    if not uses_shared_paged_kv_idx:
+        refuse("uses_shared_paged_kv_idx", False, "True")
+    if out is None:
+        out = torch.empty(query.shape, dtype=dtype_of(out_dtype) or query.dtype, device=query.device)
+    k, v = unpack_kv(kv_cache)
+    return _context(query, k, v, block_tables, seq_lens, bmm1_scale, bmm2_scale, cum_seq_lens_q, window_left, out,
+                    kv_layout, sinks, kv_cache_sf, causal, lse, return_lse)
+
+
+def trtllm_ragged_attention_deepseek(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, workspace_buffer: torch.Tensor, seq_lens: torch.Tensor,
+    max_q_len: int, max_kv_len: int, bmm1_scale, bmm2_scale, o_sf_scale: float, batch_size: int, window_left: int,
+    cum_seq_lens_q: torch.Tensor, cum_seq_lens_kv: torch.Tensor, enable_pdl: Optional[bool], is_causal: bool,
+    return_lse: bool, attention_sinks: Optional[torch.Tensor] = None,
+    skip_softmax_threshold_scale_factor: Optional[float] = None, out: Optional[torch.Tensor] = None,
+    lse: Optional[torch.Tensor] = None, sage_attn_sfs=(None,) * 4, num_elts_per_sage_attn_blk=(0,) * 4,
+    backend: str = "trtllm-gen", q_seq_lens_cpu: Optional[torch.Tensor] = None,
+    kv_seq_lens_cpu: Optional[torch.Tensor] = None, use_fp16_softmax: Optional[bool] = None,
+    uses_spcompress: Optional[bool] = None,
+):
+    """Ragged prefill with head dims of their own for keys and values, in one call. Ignored: ``workspace_buffer``,
+    ``seq_lens``, ``max_q_len``, ``max_kv_len``, ``o_sf_scale``, ``batch_size``, ``enable_pdl``, ``backend``."""
+    if any(s is not None for s in sage_attn_sfs):
+        refuse("sage_attn_sfs", "tensors", "None")
+    attention = Attention(
+        query.shape[1], query.device, causal=is_causal, window_left=window_left, sink=attention_sinks
+    )
+    dtype = query.dtype if out is None else out.dtype
+    shape = (query.shape[1], key.shape[1], query.shape[2], value.shape[2], query.dtype, key.dtype, dtype)
+    if out is None:
+        out = torch.empty(query.shape[:2] + (value.shape[2],), dtype=dtype, device=query.device)
+    if return_lse and lse is None:
+        lse = torch.empty(query.shape[:2], dtype=F32, device=query.device)
+    qo = host(cum_seq_lens_q)
+    plan = _fir.BatchPlan(shape, attention.variant, query, requests=len(qo) - 1)
+    plan.plan_ragged(qo, host(cum_seq_lens_kv))
+    plan.run(query, key, value, out, lse if return_lse else None, number(bmm1_scale), attention.params, 1.0,
+             number(bmm2_scale))
+    return (out, lse) if return_lse else out
+
+
+def trtllm_fmha_v2_prefill(
+    qkv, input_layout: str, workspace_buffer: torch.Tensor, seq_lens: torch.Tensor, max_q_len: int, max_kv_len: int,
+    bmm1_scale: float, bmm2_scale: float, batch_size: int, cum_seq_lens_q: torch.Tensor, cum_seq_lens_kv: torch.Tensor,
+    block_tables: Optional[torch.Tensor] = None, out: Optional[torch.Tensor] = None, out_dtype=None, sinks=None,
+    pos_encoding_mode: Optional[str] = None, logits_soft_cap_scale: Optional[float] = None, mask_mode: str = "causal",
+    window_left: int = -1, chunked_attention_size: int = 0, save_softmax_stats: bool = False,
+    skip_softmax_threshold_scale_factor: float = 0,
+):
+    """Prefill of layout ``Q_PAGED_KV_NHD``, ``Q_PAGED_KV_HND`` or ``SEPARATE_Q_K_V``, in one call."""
+    if pos_encoding_mode not in (None, "NONE"):
+        refuse("pos_encoding_mode", pos_encoding_mode, "None")
+    if chunked_attention_size:
+        refuse("chunked_attention_size", chunked_attention_size, "0")
+    if mask_mode not in ("causal", "padding", "sliding_window"):
+        refuse("mask_mode", mask_mode, "'causal', 'padding' or 'sliding_window'")
+    causal = mask_mode != "padding"
+    layout = input_layout.upper()
+    if layout.startswith("Q_PAGED_KV"):
+        query, cache = qkv
+        if out is None:
+            out = torch.empty(query.shape, dtype=dtype_of(out_dtype) or query.dtype, device=query.device)
+        k, v = unpack_kv(cache)
+        return _context(query, k, v, block_tables, seq_lens, bmm1_scale, bmm2_scale, cum_seq_lens_q, window_left, out,
+                        "HND" if layout.endswith("HND") else "NHD", sinks, None, causal, None, save_softmax_stats,
+                        logits_soft_cap_scale)
+    if layout != "SEPARATE_Q_K_V":
+        refuse("input_layout", input_layout, "Q_PAGED_KV_NHD, Q_PAGED_KV_HND or SEPARATE_Q_K_V")
+    query, key, value = qkv
+    sinks = sinks[0] if isinstance(sinks, (list, tuple)) else sinks
+    if logits_soft_cap_scale:
+        refuse("logits_soft_cap_scale", logits_soft_cap_scale, "None with SEPARATE_Q_K_V")
+    if out is None and out_dtype is not None:
+        out = torch.empty(query.shape[:2] + (value.shape[2],), dtype=dtype_of(out_dtype), device=query.device)
+    return trtllm_ragged_attention_deepseek(
+        query, key, value, workspace_buffer, seq_lens, max_q_len, max_kv_len, bmm1_scale, bmm2_scale, 1.0, batch_size,
+        window_left, cum_seq_lens_q, cum_seq_lens_kv, None, causal, save_softmax_stats, sinks, out=out,
+    )

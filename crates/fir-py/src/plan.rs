@@ -1,0 +1,643 @@
+//! Plans as Python objects: a problem, then batches of it, then one layer after another.
+#![allow(unsafe_code)]
+
+use std::sync::{Mutex, MutexGuard};
+
+use fir::attention::{
+    self, BatchArgs, BlockMask, CascadeArgs, CascadeLevel, MlaArgs, MlaProblem, Problem, Scratch, SingleArgs,
+    SparseArgs, Split,
+};
+use fir::kv::{Kv, KvLayout, PageTable, PagedKv, PagedMla, Ragged, RaggedKv};
+use fir::tensor::Place;
+use fir::variant::{ParamType, Params};
+use fir::{DType, Error, Exec};
+use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::error::to_py;
+use crate::ops::run;
+use crate::tensor::{Arg, exec_of, prepare, torch_dtype};
+use crate::values::{Cut, KvOrder, host_i32, ragged};
+use crate::variant::Variant;
+
+/// An element type, by torch's dtype or its name.
+pub(crate) struct Element(pub(crate) DType);
+
+impl<'a, 'py> FromPyObject<'a, 'py> for Element {
+    type Error = PyErr;
+    fn extract(object: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        torch_dtype(&object).map(Self)
+    }
+}
+
+/// Pages of a batch: a table of its own, or one whose page ids stay in a device tensor of the caller's.
+pub(crate) struct Table {
+    table: PageTable<'static>,
+    /// What the table borrows from; dropped after it.
+    _ids: Option<(Box<Arg>, Py<PyAny>)>,
+}
+
+/// What a table's lengths count: tokens of the last page, or of the request.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Lens {
+    LastPage,
+    Tokens,
+}
+
+impl Table {
+    pub(crate) fn get(&self) -> &PageTable<'static> {
+        &self.table
+    }
+
+    pub(crate) fn new(
+        exec: &Exec,
+        page_size: usize,
+        indptr: &Arg,
+        indices: &Bound<'_, PyAny>,
+        lens: &Arg,
+        what: Lens,
+    ) -> PyResult<Self> {
+        let (indptr, ids) = (host_i32(indptr, "indptr")?, indices.extract::<Arg>()?);
+        let lens = host_i32(lens, if what == Lens::LastPage { "last_page_len" } else { "kv_len" })?;
+        if ids.place()? == Place::Host {
+            let ids = host_i32(&ids, "indices")?;
+            // The pool is not known before `run`, which sees that it has this many pages; unused slots may hold anything.
+            let tokens = tokens_of(&indptr, &lens, page_size, what);
+            let used = |r: usize, n: usize| {
+                ids.get(indptr[r] as usize..).unwrap_or(&[]).iter().take(n.div_ceil(page_size.max(1)))
+            };
+            let most = tokens.iter().enumerate().flat_map(|(r, &n)| used(r, n)).max().copied().unwrap_or(-1);
+            let pages = usize::try_from(i64::from(most) + 1).unwrap_or(0);
+            let (indptr, ids) = (indptr.into_owned(), ids.into_owned());
+            let table = match what {
+                Lens::LastPage => PageTable::new(page_size, pages, indptr, ids, &lens),
+                Lens::Tokens => PageTable::with_lens(page_size, pages, indptr, ids, &lens),
+            };
+            let table = match (table, exec) {
+                (Ok(table), Exec::Cuda(gpu)) => table.to_device(gpu),
+                (table, _) => table,
+            };
+            return Ok(Self { table: table.map_err(to_py)?, _ids: None });
+        }
+        let Exec::Cuda(gpu) = exec else {
+            let (got, want) = (ids.place()?, "host memory, as the tensors of the call");
+            return Err(to_py(Error::place("plan", "indices", got, want)));
+        };
+        let lens: Vec<i32> = match what {
+            Lens::Tokens => lens.into_owned(),
+            Lens::LastPage => tokens_of(&indptr, &lens, page_size, what).iter().map(|&n| n as i32).collect(),
+        };
+        let ids = Box::new(ids);
+        let view = ids.view().map_err(to_py)?;
+        // SAFETY: the view borrows from `ids`, whose box does not move, and from the tensor that the reference below keeps
+        // alive; both are dropped after the table.
+        let view = unsafe { std::mem::transmute::<fir::TensorRef<'_>, fir::TensorRef<'static>>(view) };
+        // The kernels take ids past the pool for its last page, so one page is as good as any number.
+        let table = PageTable::on_device(gpu, page_size, 1, &indptr, view, &lens).map_err(to_py)?;
+        Ok(Self { table, _ids: Some((ids, indices.clone().unbind())) })
+    }
+}
+
+/// Tokens of each request; 0 for what is wrong, which the table itself refuses.
+fn tokens_of(indptr: &[i32], lens: &[i32], page_size: usize, what: Lens) -> Vec<usize> {
+    let tokens = |(w, &n): (&[i32], &i32)| match (what, w[1] - w[0], usize::try_from(n)) {
+        (Lens::Tokens, _, Ok(n)) => n,
+        (Lens::LastPage, 1.., Ok(n)) => (w[1] - w[0] - 1) as usize * page_size + n,
+        _ => 0,
+    };
+    indptr.windows(2).zip(lens).map(tokens).collect()
+}
+
+/// A value of a variant's parameter, held for a call.
+enum Value {
+    F32(f32),
+    I32(i32),
+    Tensor(Arg),
+    Bits(Arg, Arg),
+}
+
+/// The values that a variant asks for, from a dict.
+struct Values(Vec<(String, Value)>);
+
+impl Values {
+    fn new(variant: &fir::variant::Variant, given: Option<&Bound<'_, PyDict>>) -> PyResult<Self> {
+        let mut values = vec![];
+        for (name, ty) in variant.params() {
+            let Some(value) = given.map(|d| d.get_item(name)).transpose()?.flatten() else { continue };
+            let wrong = |e: PyErr| PyTypeError::new_err(format!("parameter `{name}` of {}: {e}", variant.name()));
+            let value = match ty {
+                ParamType::F32 => Value::F32(value.extract().map_err(wrong)?),
+                ParamType::I32 => Value::I32(value.extract().map_err(wrong)?),
+                ParamType::Bits => {
+                    let (bytes, indptr): (Arg, Arg) = value.extract().map_err(wrong)?;
+                    Value::Bits(bytes, indptr)
+                }
+                _ => Value::Tensor(value.extract().map_err(wrong)?),
+            };
+            values.push((name.to_owned(), value));
+        }
+        Ok(Self(values))
+    }
+
+    fn params(&self) -> fir::Result<Params<'_>> {
+        let mut params = Params::new();
+        for (name, value) in &self.0 {
+            params = match value {
+                Value::F32(x) => params.f32(name, *x),
+                Value::I32(x) => params.i32(name, *x),
+                Value::Tensor(t) => params.tensor(name, t.view()?),
+                Value::Bits(bytes, indptr) => params.bits_tensors(name, bytes.view()?, indptr.view()?),
+            };
+        }
+        Ok(params)
+    }
+}
+
+/// The fields of a problem that all plans share, in order.
+#[derive(FromPyObject)]
+struct Shape(usize, usize, usize, usize, Element, Element, Element);
+
+impl Shape {
+    fn problem(self, variant: &Variant) -> Problem {
+        let Self(qo_heads, kv_heads, head_dim_qk, head_dim_vo, Element(q), Element(kv), Element(out)) = self;
+        let variant = variant.0.clone();
+        Problem { qo_heads, kv_heads, head_dim_qk, head_dim_vo, q_dtype: q, kv_dtype: kv, out_dtype: out, variant }
+    }
+}
+
+/// Keys and values, and what turns their bytes into numbers.
+struct Cache {
+    k: Arg,
+    /// None: in `k`, next to the keys.
+    v: Option<Arg>,
+    scales: Option<(Arg, Arg)>,
+    k_scale: f32,
+    v_scale: f32,
+    layout: KvLayout,
+}
+
+impl Cache {
+    fn new(
+        k: Arg,
+        v: Option<Arg>,
+        scales: Option<(Arg, Arg)>,
+        factors: (f32, f32),
+        layout: KvLayout,
+    ) -> PyResult<Self> {
+        let packed = |t: Arg| if t.dtype() == DType::U8 { t.taken_as(DType::E2M1x2) } else { Ok(t) };
+        let scales = match scales {
+            Some((a, b)) => Some((a.taken_as(DType::E4M3)?, b.taken_as(DType::E4M3)?)),
+            None => None,
+        };
+        Ok(Self {
+            k: packed(k)?,
+            v: v.map(packed).transpose()?,
+            scales,
+            k_scale: factors.0,
+            v_scale: factors.1,
+            layout,
+        })
+    }
+
+    fn paged(&self) -> fir::Result<PagedKv<'_>> {
+        let (k, v) = match &self.v {
+            Some(v) => (self.k.view()?, v.view()?),
+            None => {
+                let kv = self.k.view()?;
+                if kv.shape().len() != 5 || kv.shape()[1] != 2 {
+                    let want = "[pages, 2, page_size, kv_heads, head_dim] or its HND form";
+                    return Err(Error::layout("run", "kv", format!("shape {:?}", kv.shape()), want));
+                }
+                (kv.select(1, 0)?, kv.select(1, 1)?)
+            }
+        };
+        let kv = match &self.scales {
+            Some((ks, vs)) => PagedKv::nvfp4(k, v, ks.view()?, vs.view()?, self.layout),
+            None => PagedKv::new(k, v, self.layout),
+        };
+        kv?.with_scales(self.k_scale, self.v_scale)
+    }
+
+    fn ragged<'a>(&'a self, indptr: &'a Ragged) -> fir::Result<RaggedKv<'a>> {
+        let Some(v) = &self.v else {
+            return Err(Error::value("run", "v", "none", "the values, as keys are a tensor of their own"));
+        };
+        RaggedKv::new(self.k.view()?, v.view()?, indptr)?.with_scales(self.k_scale, self.v_scale)
+    }
+}
+
+/// Where a planned batch has its keys and values.
+enum Where {
+    Nowhere,
+    Paged(Table),
+    Ragged(Ragged),
+}
+
+struct Batch {
+    plan: attention::BatchPlan,
+    at: Where,
+    scratch: Scratch,
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(|e| e.into_inner())
+}
+
+fn unplanned() -> PyErr {
+    PyValueError::new_err("this plan has no batch yet: call plan_paged or plan_ragged before run")
+}
+
+/// A batch of requests with any number of query tokens each: prefill, decode and append alike.
+#[pyclass(frozen, name = "BatchPlan", module = "fir")]
+pub(crate) struct BatchPlan {
+    problem: Problem,
+    batch: Mutex<Batch>,
+}
+
+#[pymethods]
+impl BatchPlan {
+    /// `like`: a tensor on the device that the plan is for.
+    #[new]
+    #[pyo3(signature = (shape, variant, like, *, requests=0, split=Cut(Split::Balanced)))]
+    fn new(py: Python<'_>, shape: Shape, variant: &Variant, like: Arg, requests: usize, split: Cut) -> PyResult<Self> {
+        let (exec, problem) = (exec_of(py, &like)?, shape.problem(variant));
+        let plan = run(py, || attention::BatchPlan::with_capacity(&exec, problem.clone(), requests, split.0))?;
+        Ok(Self { problem, batch: Mutex::new(Batch { plan, at: Where::Nowhere, scratch: Scratch::default() }) })
+    }
+
+    /// Plans a batch whose keys and values are in pages. `qo`: offsets of the query tokens, or how many each request has.
+    #[pyo3(signature = (like, qo, page_size, indptr, indices, lens, *, last_page=true))]
+    #[expect(clippy::too_many_arguments, reason = "a page table")]
+    fn plan_paged(
+        &self,
+        py: Python<'_>,
+        like: Arg,
+        qo: &Bound<'_, PyAny>,
+        page_size: usize,
+        indptr: Arg,
+        indices: &Bound<'_, PyAny>,
+        lens: Arg,
+        last_page: bool,
+    ) -> PyResult<()> {
+        let exec = exec_of(py, &like)?;
+        let what = if last_page { Lens::LastPage } else { Lens::Tokens };
+        let table = Table::new(&exec, page_size, &indptr, indices, &lens, what)?;
+        let qo = queries(qo, table.table.batch())?;
+        let mut batch = locked(&self.batch);
+        batch.plan.refill(&qo, table.table.lens()).map_err(to_py)?;
+        batch.at = Where::Paged(table);
+        Ok(())
+    }
+
+    /// Plans a batch whose keys and values lie one request after another.
+    fn plan_ragged(&self, qo: &Bound<'_, PyAny>, kv_indptr: Arg) -> PyResult<()> {
+        let kv = ragged(&kv_indptr, "kv_indptr")?;
+        let qo = queries(qo, kv.batch())?;
+        let mut batch = locked(&self.batch);
+        batch.plan.refill(&qo, kv.lens()).map_err(to_py)?;
+        batch.at = Where::Ragged(kv);
+        Ok(())
+    }
+
+    /// Runs one layer. `v` is None when keys and values are in one tensor `[pages, 2, ...]`.
+    #[pyo3(signature = (q, k, v, out, lse=None, sm_scale=None, params=None, k_scale=1.0, v_scale=1.0, kv_layout=KvOrder(KvLayout::Nhd), block_scales=None))]
+    #[expect(clippy::too_many_arguments, reason = "one layer's tensors")]
+    fn run(
+        &self,
+        py: Python<'_>,
+        mut q: Arg,
+        k: Arg,
+        v: Option<Arg>,
+        mut out: Arg,
+        mut lse: Option<Arg>,
+        sm_scale: Option<f32>,
+        params: Option<&Bound<'_, PyDict>>,
+        k_scale: f32,
+        v_scale: f32,
+        kv_layout: KvOrder,
+        block_scales: Option<(Arg, Arg)>,
+    ) -> PyResult<()> {
+        let exec = match &lse {
+            Some(lse) => prepare(py, &mut [&mut q], &[&out, lse]),
+            None => prepare(py, &mut [&mut q], &[&out]),
+        }?;
+        let cache = Cache::new(k, v, block_scales, (k_scale, v_scale), kv_layout.0)?;
+        let values = Values::new(&self.problem.variant, params)?;
+        let mut batch = locked(&self.batch);
+        let Batch { plan, at, scratch } = &mut *batch;
+        if matches!(at, Where::Nowhere) {
+            return Err(unplanned());
+        }
+        run(py, move || {
+            let kv = match at {
+                Where::Ragged(indptr) => Kv::Ragged(cache.ragged(indptr)?),
+                Where::Paged(table) => Kv::Paged(cache.paged()?, &table.table),
+                Where::Nowhere => return Ok(()),
+            };
+            let params = values.params()?;
+            let mut attempt = |scratch: &mut Scratch| {
+                let lse = lse.as_mut().map(Arg::view_mut).transpose()?;
+                let (q, out) = (q.view()?, out.view_mut()?);
+                plan.run(&exec, BatchArgs { q, kv, params: &params, sm_scale, scratch, out, lse })
+            };
+            match attempt(scratch) {
+                // The scratch of an earlier batch, which mostly fits; making one costs as much as planning.
+                Err(Error::Value { arg: "scratch", .. }) => {
+                    *scratch = plan.scratch();
+                    attempt(scratch)
+                }
+                other => other,
+            }
+        })
+    }
+
+    /// Bytes that a run of the planned batch needs besides its tensors.
+    #[getter]
+    fn scratch_bytes(&self) -> usize {
+        locked(&self.batch).plan.scratch().bytes()
+    }
+
+    /// Query tokens of the batch.
+    #[getter]
+    fn tokens(&self) -> usize {
+        locked(&self.batch).plan.tokens()
+    }
+}
+
+/// Offsets of query tokens, or the same number for each request.
+fn queries(qo: &Bound<'_, PyAny>, batch: usize) -> PyResult<Ragged> {
+    match qo.extract::<u32>() {
+        Ok(1) => Ragged::ones(batch).map_err(to_py),
+        Ok(n) => Ragged::from_lens(&vec![n; batch]).map_err(to_py),
+        Err(_) => ragged(&qo.extract()?, "qo_indptr"),
+    }
+}
+
+/// A batch with shared prefixes, level by level.
+#[pyclass(frozen, name = "CascadePlan", module = "fir")]
+pub(crate) struct CascadePlan {
+    variant: fir::variant::Variant,
+    state: Mutex<(attention::CascadePlan, Vec<Scratch>, Vec<Table>)>,
+}
+
+#[pymethods]
+impl CascadePlan {
+    /// `levels`: `(qo_indptr, indptr, indices, last_page_len)` of each level, the requests' own last.
+    #[new]
+    #[pyo3(signature = (shape, variant, like, page_size, levels, *, split=Cut(Split::Balanced)))]
+    fn new(
+        py: Python<'_>,
+        shape: Shape,
+        variant: &Variant,
+        like: Arg,
+        page_size: usize,
+        levels: Vec<(Arg, Arg, Bound<'_, PyAny>, Arg)>,
+        split: Cut,
+    ) -> PyResult<Self> {
+        let (exec, problem) = (exec_of(py, &like)?, shape.problem(variant));
+        let (mut qo, mut tables) = (vec![], vec![]);
+        for (rows, indptr, indices, last) in &levels {
+            qo.push(ragged(rows, "qo_indptr")?);
+            tables.push(Table::new(&exec, page_size, indptr, indices, last, Lens::LastPage)?);
+        }
+        let levels: Vec<_> =
+            qo.iter().zip(&tables).map(|(qo, t)| CascadeLevel { qo, kv_lens: t.table.lens() }).collect();
+        let plan = attention::CascadePlan::new(&exec, problem, &levels, split.0).map_err(to_py)?;
+        let scratch = plan.scratch();
+        Ok(Self { variant: variant.0.clone(), state: Mutex::new((plan, scratch, tables)) })
+    }
+
+    /// Runs one layer; every level reads the same cache.
+    #[pyo3(signature = (q, k, v, out, lse=None, sm_scale=None, params=None, k_scale=1.0, v_scale=1.0, kv_layout=KvOrder(KvLayout::Nhd)))]
+    #[expect(clippy::too_many_arguments, reason = "one layer's tensors")]
+    fn run(
+        &self,
+        py: Python<'_>,
+        mut q: Arg,
+        k: Arg,
+        v: Option<Arg>,
+        mut out: Arg,
+        mut lse: Option<Arg>,
+        sm_scale: Option<f32>,
+        params: Option<&Bound<'_, PyDict>>,
+        k_scale: f32,
+        v_scale: f32,
+        kv_layout: KvOrder,
+    ) -> PyResult<()> {
+        let exec = match &lse {
+            Some(lse) => prepare(py, &mut [&mut q], &[&out, lse]),
+            None => prepare(py, &mut [&mut q], &[&out]),
+        }?;
+        let cache = Cache::new(k, v, None, (k_scale, v_scale), kv_layout.0)?;
+        let values = Values::new(&self.variant, params)?;
+        let mut state = locked(&self.state);
+        let (plan, scratch, tables) = &mut *state;
+        run(py, move || {
+            let paged = cache.paged()?;
+            let kv: Vec<_> = tables.iter().map(|t| Kv::Paged(paged, &t.table)).collect();
+            let (lse, params) = (lse.as_mut().map(Arg::view_mut).transpose()?, values.params()?);
+            let (q, out) = (q.view()?, out.view_mut()?);
+            plan.run(&exec, CascadeArgs { q, kv: &kv, params: &params, sm_scale, scratch, out, lse })
+        })
+    }
+}
+
+/// A batch of latent attention.
+#[pyclass(frozen, name = "MlaPlan", module = "fir")]
+pub(crate) struct MlaPlan(Mutex<(attention::MlaPlan, Scratch, Table)>);
+
+#[pymethods]
+impl MlaPlan {
+    /// `shape`: heads, head_dim_ckv, head_dim_kpe, and the element types of queries, cache and output.
+    #[new]
+    #[pyo3(signature = (shape, like, qo, page_size, indptr, indices, lens, *, causal=false, last_page=false, split=Cut(Split::Balanced)))]
+    #[expect(clippy::too_many_arguments, reason = "a page table")]
+    fn new(
+        py: Python<'_>,
+        shape: (usize, usize, usize, Element, Element, Element),
+        like: Arg,
+        qo: &Bound<'_, PyAny>,
+        page_size: usize,
+        indptr: Arg,
+        indices: &Bound<'_, PyAny>,
+        lens: Arg,
+        causal: bool,
+        last_page: bool,
+        split: Cut,
+    ) -> PyResult<Self> {
+        let exec = exec_of(py, &like)?;
+        let what = if last_page { Lens::LastPage } else { Lens::Tokens };
+        let table = Table::new(&exec, page_size, &indptr, indices, &lens, what)?;
+        let qo = queries(qo, table.table.batch())?;
+        let (heads, head_dim_ckv, head_dim_kpe, Element(q), Element(kv), Element(out)) = shape;
+        let problem =
+            MlaProblem { heads, head_dim_ckv, head_dim_kpe, q_dtype: q, kv_dtype: kv, out_dtype: out, causal };
+        let plan = attention::MlaPlan::new(&exec, problem, &qo, table.table.lens(), split.0).map_err(to_py)?;
+        let scratch = plan.scratch();
+        Ok(Self(Mutex::new((plan, scratch, table))))
+    }
+
+    /// Runs one layer.
+    #[pyo3(signature = (q_nope, q_pe, ckv, kpe, sm_scale, out, lse=None, ckv_scale=1.0, kpe_scale=1.0))]
+    #[expect(clippy::too_many_arguments, reason = "one layer's tensors")]
+    fn run(
+        &self,
+        py: Python<'_>,
+        mut q_nope: Arg,
+        mut q_pe: Arg,
+        ckv: Arg,
+        kpe: Arg,
+        sm_scale: f32,
+        mut out: Arg,
+        mut lse: Option<Arg>,
+        ckv_scale: f32,
+        kpe_scale: f32,
+    ) -> PyResult<()> {
+        let exec = match &lse {
+            Some(lse) => prepare(py, &mut [&mut q_nope, &mut q_pe], &[&out, lse]),
+            None => prepare(py, &mut [&mut q_nope, &mut q_pe], &[&out]),
+        }?;
+        let mut state = locked(&self.0);
+        let (plan, scratch, table) = &mut *state;
+        run(py, move || {
+            let kv = PagedMla::new(ckv.view()?, kpe.view()?)?.with_scales(ckv_scale, kpe_scale)?;
+            let lse = lse.as_mut().map(Arg::view_mut).transpose()?;
+            let (q_nope, q_pe, out) = (q_nope.view()?, q_pe.view()?, out.view_mut()?);
+            plan.run(&exec, MlaArgs { q_nope, q_pe, kv, table: &table.table, sm_scale, scratch, out, lse })
+        })
+    }
+}
+
+enum Sparse {
+    Fixed(attention::SparsePlan),
+    Variable(attention::VariableSparsePlan),
+}
+
+/// Attention under a mask of blocks.
+#[pyclass(frozen, name = "SparsePlan", module = "fir")]
+pub(crate) struct SparsePlan {
+    variant: fir::variant::Variant,
+    state: Mutex<(Sparse, Scratch)>,
+}
+
+#[pymethods]
+impl SparsePlan {
+    /// Blocks of one size: the column blocks of each row block, in CSR form (BSR).
+    #[staticmethod]
+    #[pyo3(signature = (shape, variant, like, indptr, indices, rows, cols, block_rows, block_cols, *, split=Cut(Split::Balanced)))]
+    #[expect(clippy::too_many_arguments, reason = "a block mask")]
+    fn fixed(
+        py: Python<'_>,
+        shape: Shape,
+        variant: &Variant,
+        like: Arg,
+        indptr: Arg,
+        indices: Arg,
+        rows: usize,
+        cols: usize,
+        block_rows: usize,
+        block_cols: usize,
+        split: Cut,
+    ) -> PyResult<Self> {
+        let (indptr, indices) = (host_i32(&indptr, "indptr")?, host_i32(&indices, "indices")?);
+        let mask = BlockMask { indptr: &indptr, indices: &indices, rows, cols, block_rows, block_cols };
+        let plan = attention::SparsePlan::new(&exec_of(py, &like)?, shape.problem(variant), mask, split.0);
+        let plan = plan.map_err(to_py)?;
+        let scratch = plan.scratch();
+        Ok(Self { variant: variant.0.clone(), state: Mutex::new((Sparse::Fixed(plan), scratch)) })
+    }
+
+    /// Blocks of any size, per KV head: host tensors of bool, i32 and i32.
+    #[staticmethod]
+    #[pyo3(signature = (shape, variant, like, mask, row_sizes, col_sizes, *, split=Cut(Split::Balanced)))]
+    #[expect(clippy::too_many_arguments, reason = "a block mask")]
+    fn variable(
+        py: Python<'_>,
+        shape: Shape,
+        variant: &Variant,
+        like: Arg,
+        mask: Arg,
+        row_sizes: Arg,
+        col_sizes: Arg,
+        split: Cut,
+    ) -> PyResult<Self> {
+        let (exec, problem) = (exec_of(py, &like)?, shape.problem(variant));
+        let plan = run(py, || {
+            let (mask, rows, cols) = (mask.view()?, row_sizes.view()?, col_sizes.view()?);
+            attention::VariableSparsePlan::new(&exec, problem, mask, rows, cols, split.0)
+        })?;
+        let scratch = plan.scratch();
+        Ok(Self { variant: variant.0.clone(), state: Mutex::new((Sparse::Variable(plan), scratch)) })
+    }
+
+    /// Runs one layer.
+    #[pyo3(signature = (q, k, v, out, lse=None, sm_scale=None, params=None))]
+    #[expect(clippy::too_many_arguments, reason = "one layer's tensors")]
+    fn run(
+        &self,
+        py: Python<'_>,
+        mut q: Arg,
+        mut k: Arg,
+        mut v: Arg,
+        mut out: Arg,
+        mut lse: Option<Arg>,
+        sm_scale: Option<f32>,
+        params: Option<&Bound<'_, PyDict>>,
+    ) -> PyResult<()> {
+        let exec = match &lse {
+            Some(lse) => prepare(py, &mut [&mut q, &mut k, &mut v], &[&out, lse]),
+            None => prepare(py, &mut [&mut q, &mut k, &mut v], &[&out]),
+        }?;
+        let values = Values::new(&self.variant, params)?;
+        let mut state = locked(&self.state);
+        let (plan, scratch) = &mut *state;
+        run(py, move || {
+            let (lse, params) = (lse.as_mut().map(Arg::view_mut).transpose()?, values.params()?);
+            let (q, k, v, out) = (q.view()?, k.view()?, v.view()?, out.view_mut()?);
+            let args = SparseArgs { q, k, v, params: &params, sm_scale, scratch, out, lse };
+            match plan {
+                Sparse::Fixed(plan) => plan.run(&exec, args),
+                Sparse::Variable(plan) => plan.run(&exec, args),
+            }
+        })
+    }
+}
+
+/// One request, its keys and values in two plain tensors.
+#[pyfunction]
+#[pyo3(signature = (q, k, v, variant, out, lse=None, sm_scale=None, params=None, kv_layout=KvOrder(KvLayout::Nhd), decode=false))]
+#[expect(clippy::too_many_arguments, reason = "one layer's tensors")]
+fn single(
+    py: Python<'_>,
+    mut q: Arg,
+    mut k: Arg,
+    mut v: Arg,
+    variant: &Variant,
+    mut out: Arg,
+    mut lse: Option<Arg>,
+    sm_scale: Option<f32>,
+    params: Option<&Bound<'_, PyDict>>,
+    kv_layout: KvOrder,
+    decode: bool,
+) -> PyResult<()> {
+    let exec = match &lse {
+        Some(lse) => prepare(py, &mut [&mut q, &mut k, &mut v], &[&out, lse]),
+        None => prepare(py, &mut [&mut q, &mut k, &mut v], &[&out]),
+    }?;
+    let (values, variant) = (Values::new(&variant.0, params)?, &variant.0);
+    run(py, move || {
+        let (lse, params) = (lse.as_mut().map(Arg::view_mut).transpose()?, values.params()?);
+        let (q, k, v, out) = (q.view()?, k.view()?, v.view()?, out.view_mut()?);
+        let args = SingleArgs { q, k, v, layout: kv_layout.0, variant, params: &params, sm_scale, out, lse };
+        if decode { attention::single_decode(&exec, args) } else { attention::single_prefill(&exec, args) }
+    })
+}
+
+pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<BatchPlan>()?;
+    module.add_class::<CascadePlan>()?;
+    module.add_class::<MlaPlan>()?;
+    module.add_class::<SparsePlan>()?;
+    module.add_function(wrap_pyfunction!(single, module)?)
+}
