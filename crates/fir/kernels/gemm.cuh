@@ -75,6 +75,41 @@ __device__ __forceinline__ void expand4(u32 x, u32& lo, u32& hi) {
   }
 }
 
+// A thread's share of copying kRows rows of kRowBytes to shared memory, 16 bytes at a time: the same unit of several rows.
+// A row that there is not is left as it is if kSkip, and else is a copy of the first: what it gives is not written.
+template <int kRows, int kRowBytes, int kThreads, bool kSkip>
+struct Copies {
+  static constexpr u32 kUnits = kRowBytes / 16, kCount = kRows * kUnits / kThreads, kApart = kThreads / kUnits;
+  static_assert(kRows * kUnits % kThreads == 0 && kThreads % kUnits == 0 && kCount <= 32 && kApart % 4 == 0, "whole rows");
+  u32 from[kCount];  // in units of 16 bytes
+  u32 to[2];         // of even and odd copies: swizzles of rows 4 apart differ, of rows 8 apart do not
+  u32 mask;          // rows that there are
+
+  // `stride` is a multiple of 16 bytes, and no row lies 2^36 bytes on.
+  __device__ __forceinline__ Copies(const u32* rows, u64 stride) : mask(0) {
+    const u32 row = threadIdx.x / kUnits, unit = threadIdx.x % kUnits;
+#pragma unroll
+    for (u32 i = 0; i < kCount; ++i) {
+      const u32 r = rows[row + i * kApart];
+      from[i] = u32((r == kNone ? rows[0] : r) * stride / 16) + unit;
+      mask |= u32(r != kNone) << i;
+      asm volatile("" : "+r"(from[i]));  // kept, and not computed anew every time
+    }
+#pragma unroll
+    for (u32 i = 0; i < 2; ++i) {
+      to[i] = (row + i * kApart) * kRowBytes + (unit ^ ((row + i * kApart) & 7)) * 16;
+      asm volatile("" : "+r"(to[i]));
+    }
+  }
+  __device__ __forceinline__ void start(const u8* source, u32 base) const {
+#pragma unroll
+    for (u32 i = 0; i < kCount; ++i) {
+      const u32 at = base + (kApart % 8 == 0 ? to[0] + i * kApart * kRowBytes : to[i % 2] + i / 2 * 2 * kApart * kRowBytes);
+      if (!kSkip || (mask >> i & 1)) cp_async_16(at, source + u64(from[i]) * 16);
+    }
+  }
+};
+
 // The fragments of a warp come in two ways. ldmatrix of 16-bit rows puts columns 2q, 2q + 1 and 8 + 2q, 9 + 2q of a step's
 // 16 into lane q's registers. Of fp8 rows it puts columns 4q to 4q + 3, which are taken for the same places: the sum of a
 // step does not mind, as long as x is read likewise.
@@ -101,37 +136,41 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks) gemm(const __gr
   list_rows<kRows, kColumns, kGate, Tile::kWarpColumns, kThreads>(p, place, x_rows, w_rows);
   __syncthreads();
 
-  // Rows of one operand, `kDepth` columns from `k0` on.
+  // Rows of one operand, `kDepth` columns from `k0` on: those past k are zeros.
   const u32 base = shared_address(smem);
-  auto copy = [&](const u8* from, u64 stride, const u32* rows, u32 to, u32 k0, auto count, auto row_bytes, auto size) {
+  auto copy_some = [&](const u8* from, u64 stride, const u32* rows, u32 to, u32 k0, auto count, auto row_bytes, auto size) {
     constexpr u32 kUnits = decltype(row_bytes)::value / 16, kSize = decltype(size)::value;
-#pragma unroll(kVector ? 16 : 1)
-    for (u32 i = 0; i < decltype(count)::value * kUnits / kThreads; ++i) {
-      const u32 row = (tid + i * kThreads) / kUnits, unit = (tid + i * kThreads) % kUnits;
-      const u32 at = to + row * kUnits * 16 + (unit ^ (row & 7)) * 16, column = k0 + unit * (16 / kSize);
-      const u32 left = column < p.k ? (p.k - column) * kSize : 0, r = rows[row];
-      const u8* source = from + (u64(r == kNone ? 0 : r) * stride + column) * kSize;
+#pragma unroll 1
+    for (u32 i = tid; i < decltype(count)::value * kUnits; i += kThreads) {
+      const u32 row = i / kUnits, unit = i % kUnits, r = rows[row], column = k0 + unit * (16 / kSize);
+      if (r == kNone) continue;
+      const u32 at = to + row * kUnits * 16 + (unit ^ (row & 7)) * 16, left = column < p.k ? (p.k - column) * kSize : 0;
+      const u8* source = from + (r * stride + column) * kSize;
       if constexpr (kVector) {
-        const u32 bytes = r == kNone ? 0 : (left < 16 ? left : 16);
-        cp_async_16(at, bytes ? source : from, bytes);
+        cp_async_16(at, left ? source : from, left < 16 ? left : 16);
       } else {
         u32 word[4] = {};
-        if (r != kNone) {
 #pragma unroll
-          for (u32 b = 0; b < 16; b += kSize) {
-            if (b >= left) continue;
-            const u32 v = kSize == 2 ? *reinterpret_cast<const u16*>(source + b) : source[b];
-            word[b / 4] |= v << b % 4 * 8;
-          }
+        for (u32 b = 0; b < 16; b += kSize) {
+          if (b >= left) continue;
+          const u32 v = kSize == 2 ? *reinterpret_cast<const u16*>(source + b) : source[b];
+          word[b / 4] |= v << b % 4 * 8;
         }
         asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3]) : "memory");
       }
     }
   };
+  const Copies<kRows, kXRow, kThreads, kRows == 16> x_copies(x_rows, p.x_stride * sizeof(X));
+  const Copies<kColumns, kWRow, kThreads, false> w_copies(w_rows, p.w_stride * sizeof(W));
   auto load = [&](u32 stage, u32 step) {
-    const u32 to = base + stage * kStage;
-    copy(x, p.x_stride, x_rows, to, step * kDepth, Constant<kRows>{}, Constant<kXRow>{}, Constant<sizeof(X)>{});
-    copy(w, p.w_stride, w_rows, to + kRows * kXRow, step * kDepth, Constant<kColumns>{}, Constant<kWRow>{}, Constant<sizeof(W)>{});
+    const u32 to = base + stage * kStage, k0 = step * kDepth;
+    if (kVector && k0 + kDepth <= p.k) {
+      x_copies.start(x + u64(k0) * sizeof(X), to);
+      w_copies.start(w + u64(k0) * sizeof(W), to + kRows * kXRow);
+    } else {
+      copy_some(x, p.x_stride, x_rows, to, k0, Constant<kRows>{}, Constant<kXRow>{}, Constant<sizeof(X)>{});
+      copy_some(w, p.w_stride, w_rows, to + kRows * kXRow, k0, Constant<kColumns>{}, Constant<kWRow>{}, Constant<sizeof(W)>{});
+    }
   };
 
   float acc[kMt][kNt][4] = {};

@@ -219,7 +219,10 @@ impl Matrix {
     /// Whether every row begins on `bytes`.
     fn is_aligned(&self, start: Address, dtype: DType, bytes: u64) -> bool {
         let fits = |n: u64| n.wrapping_mul(dtype.size() as u64).is_multiple_of(bytes);
+        // Kernels count in 32 bits, 16 bytes each.
+        let extent = (self.rows as u64).saturating_mul(self.strides[1]).saturating_mul(dtype.size() as u64);
         start.0.is_multiple_of(bytes)
+            && extent < 1 << 36
             && (self.rows <= 1 || fits(self.strides[1]))
             && (self.batch <= 1 || fits(self.strides[0]))
     }

@@ -240,7 +240,7 @@ pub(crate) fn ffn<'a>(gpu: &'a Gpu, op: &'static str, f: Ffn<'a>) -> Result<()> 
         let now = each.min(tokens - from);
         let past = |start: Address, stride: u64, size: u64| Address(start.0 + from as u64 * stride * size);
         let ids = past(ids, ids_strides[0], id_size);
-        if top_k > 0 {
+        if top_k > 0 && experts > 0 {
             let count = (now * top_k) as u32;
             let dispatch = DispatchParams {
                 ids,
