@@ -176,9 +176,9 @@ pub(super) fn kernels() -> Vec<Source> {
 fn pairs() -> impl Iterator<Item = (DType, DType)> {
     let half = [DType::F16, DType::BF16];
     let fp8 = [DType::E4M3, DType::E5M2];
-    half.map(|x| (x, x)).into_iter().chain(fp8.into_iter().flat_map(move |w| {
-        half.into_iter().chain(fp8).map(move |x| (x, w))
-    }))
+    half.map(|x| (x, x))
+        .into_iter()
+        .chain(fp8.into_iter().flat_map(move |w| half.into_iter().chain(fp8).map(move |x| (x, w))))
 }
 
 pub(super) fn type_code(dtype: DType) -> u32 {
@@ -273,7 +273,8 @@ impl Chosen {
         let each = if shape.listed { shape.rows.div_ceil(shape.groups.max(1)) } else { shape.rows };
         let weight_rows = if gate { 2 * n } else { n };
         let (sms, smem) = (gpu.properties().multiprocessors as usize, gpu.properties().shared_per_block as usize);
-        if !pairs().any(|pair| pair == (x, w)) || (gate && is_fp8(x)) || (fold < u32::MAX && !fold.is_multiple_of(128)) {
+        if !pairs().any(|pair| pair == (x, w)) || (gate && is_fp8(x)) || (fold < u32::MAX && !fold.is_multiple_of(128))
+        {
             let rows = if each <= 16 { 16 } else { 64 };
             let columns = if gate { ANY_COLUMNS / 2 } else { ANY_COLUMNS };
             return Self { source: any_source(rows, gate), grid: Grid::new(0, 256), rows, columns };
@@ -282,9 +283,8 @@ impl Chosen {
             let tiles = if is_fp8(w) { &TILES_FP8[..] } else { &TILES[..] };
             // What a block has beside its stages are two lists of rows.
             let fits = |t: &&Tile| t.smem(x, w) as usize + 4 * (t.rows + t.columns) as usize <= smem;
-            let count = |t: &Tile| {
-                shape.groups * each.div_ceil(t.rows as usize) * weight_rows.div_ceil(t.columns as usize)
-            };
+            let count =
+                |t: &Tile| shape.groups * each.div_ceil(t.rows as usize) * weight_rows.div_ceil(t.columns as usize);
             let few = match each {
                 ..=16 => 16,
                 17..=64 => 64,

@@ -85,7 +85,13 @@ fn check<'a>(op: &'static str, arg: &'static str, x: &TensorRef<'a>) -> Result<(
     Ok(())
 }
 
-pub(crate) fn gemm<'a>(gpu: &'a Gpu, op: &'static str, x: TensorRef<'a>, w: Panels<'a>, out: TensorMut<'a>) -> Result<()> {
+pub(crate) fn gemm<'a>(
+    gpu: &'a Gpu,
+    op: &'static str,
+    x: TensorRef<'a>,
+    w: Panels<'a>,
+    out: TensorMut<'a>,
+) -> Result<()> {
     check_float(op, "x", x.dtype())?;
     check_float(op, "out", out.dtype())?;
     if out.layout().is_empty() {

@@ -229,7 +229,8 @@ pub(crate) fn ffn<'a>(gpu: &'a Gpu, op: &'static str, f: Ffn<'a>) -> Result<()> 
         Chosen::new(gpu, Kind::new(&xs, &up, true), &shape, inter),
         Chosen::new(gpu, Kind::new(&middle, &down, false), &shape, hidden),
     ];
-    let [tile_rows, tile_counts] = [chosen.each_ref().map(|c| c.rows), chosen.each_ref().map(|c| (pairs as u32) / c.rows + experts as u32)];
+    let [tile_rows, tile_counts] =
+        [chosen.each_ref().map(|c| c.rows), chosen.each_ref().map(|c| (pairs as u32) / c.rows + experts as u32)];
     let mut tiles = [Address(0); 2];
     for (tiles, count) in tiles.iter_mut().zip(tile_counts) {
         *tiles = call.scratch("tiles", count as usize * 12)?;

@@ -170,7 +170,8 @@ pub enum Gate {
 pub struct FfnArgs<'a> {
     /// `[tokens, hidden]`, f32, f16 or bf16; rows contiguous
     pub x: TensorRef<'a>,
-    /// `[tokens, top_k]`, i32 or i64; a choice with a negative id is left out
+    /// `[tokens, top_k]`, i32 or i64; a choice with a negative id is left out. In a device's memory nobody looks at them
+    /// before the kernels do, which leave one past the experts out too
     pub ids: TensorRef<'a>,
     /// `[tokens, top_k]`, f32; rows contiguous
     pub weights: TensorRef<'a>,

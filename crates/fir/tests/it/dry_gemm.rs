@@ -56,8 +56,7 @@ fn every_product_passes_its_arguments_on() {
         let one = Scaled::new(q.view().select(0, 1)?, qs.view().select(0, 1)?, Block::TILE);
         gemm::scaled_gemm(exec, x_scaled, one, wide.view_mut())?;
         let indptr = Ragged::from_lens(&[3, 2])?;
-        let args =
-            GroupedArgs { x: x.into(), indptr: &indptr, w: weights, weight_indices: None, out: wide.view_mut() };
+        let args = GroupedArgs { x: x.into(), indptr: &indptr, w: weights, weight_indices: None, out: wide.view_mut() };
         gemm::grouped_gemm(exec, args)?;
         let (xb, mut ob) = (zeros(DType::BF16, &[2, 70, 256]), zeros(DType::BF16, &[2, 70, 130]));
         gemm::batched_gemm(exec, xb.view().into(), weights, ob.view_mut())

@@ -23,7 +23,8 @@ pub struct GroupedArgs<'a> {
     pub indptr: &'a Ragged,
     /// `[weights, n, k]`; rows contiguous
     pub w: Scaled<'a>,
-    /// `[groups]`, i32 or i64: which weights a group meets; when not given, group `g` meets weights `g`
+    /// `[groups]`, i32 or i64: which weights a group meets; when not given, group `g` meets weights `g`. In a device's
+    /// memory nobody looks at them before the kernels do, which take one past the weights for the last
     pub weight_indices: Option<TensorRef<'a>>,
     /// `[tokens, n]`; rows contiguous
     pub out: TensorMut<'a>,
