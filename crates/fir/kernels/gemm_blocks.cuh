@@ -247,7 +247,7 @@ __global__ void __launch_bounds__(256) gemm_few(const __grid_constant__ BlocksPa
 }
 
 template <class F>
-__global__ void __launch_bounds__(128) gemm_many(const __grid_constant__ BlocksParams p) {
+__global__ void __launch_bounds__(128, 2) gemm_many(const __grid_constant__ BlocksParams p) {
   constexpr u32 kStages = F::kStages, kMt = 4;
   extern __shared__ __align__(128) u8 smem[];
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, panel = blockIdx.x * 4 + warp, tile = blockIdx.y * kMt;
