@@ -10,9 +10,9 @@ const FENCE: &[&str] =
 /// Parts of the library that share a budget of lines, tests not counted. Raising one is a commit of its own.
 const BUDGETS: &[(&[&str], usize)] = &[
     (&["tensor", "kv", "variant", "plan"], 6_900),
-    (&["ops", "reference", "testing"], 8_800),
+    (&["ops", "reference", "testing"], 8_900),
     (&["cpu"], 12_100),
-    (&["cuda"], 6_300),
+    (&["cuda"], 7_300),
 ];
 
 /// Files above this many lines are printed: there is probably a second noun in them.
