@@ -76,6 +76,20 @@ impl<'a> Call<'a> {
         self.stage(arg, bytemuck::cast_slice(values)).map(|(address, _)| address)
     }
 
+    /// Address of memory with anything in it, for one kernel of the call to hand to the next.
+    pub(crate) fn scratch(&mut self, name: &'static str, len: usize) -> Result<Address> {
+        let (start, buffer) = match self.gpu.lane() {
+            _ if len == 0 => return Ok(Address(0)),
+            Lane::Live(stream) => {
+                let buffer = Buffer::new(stream, len)?;
+                (buffer.address(), Some(buffer))
+            }
+            Lane::Dry(_) => ((self.args.len() as u64 + 1) << 40, None),
+        };
+        self.args.push(Arg { name, start, len, buffer, out: None });
+        Ok(Address(start))
+    }
+
     fn on_device(&self, arg: &'static str, ordinal: u32, address: u64) -> Result<Address> {
         match self.gpu.lane() {
             Lane::Live(stream) if stream.context().ordinal() != ordinal => {

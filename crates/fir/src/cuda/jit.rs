@@ -11,7 +11,9 @@ pub use super::arch::Arch;
 use super::nvrtc::{Job, Nvrtc};
 use super::params::{Params, Twin};
 use super::source::{self, Hash};
-use super::{activation, attention, norm, page, quantize, rope, sampling, speculative, tokens, topk};
+use super::{
+    activation, attention, gemm, gemm_blocks, moe, norm, page, quantize, rope, sampling, speculative, tokens, topk,
+};
 use crate::env;
 use crate::error::{Error, Result};
 
@@ -100,6 +102,9 @@ pub fn kernels() -> Vec<Source> {
     [
         activation::kernels(),
         attention::kernels(),
+        gemm::kernels(),
+        gemm_blocks::kernels(),
+        moe::kernels(),
         norm::kernels(),
         page::kernels(),
         quantize::kernels(),

@@ -36,10 +36,14 @@
 use super::gemm::bind_scaled;
 use crate::cpu;
 use crate::cpu::moe::{Ffn, Route};
+#[cfg(feature = "cuda")]
+use crate::cuda;
 use crate::error::{Error, Result};
 use crate::exec::Exec;
 use crate::kv::Ragged;
 pub use crate::routing::{Groups, Routing, Score};
+#[cfg(feature = "cuda")]
+use crate::tensor::Place;
 use crate::tensor::{DType, Dims, Scaled, TensorMut, TensorRef};
 
 /// What [`route`] reads and writes.
@@ -89,7 +93,11 @@ pub fn route(exec: &Exec, routing: Routing, args: RouteArgs<'_>) -> Result<()> {
     if !routing.scale.is_finite() {
         return Err(Error::value(OP, "scale", routing.scale, "a finite number"));
     }
-    cpu::moe::route(exec.cpu_only(OP)?, OP, Route { routing, logits, bias, ids, weights })
+    match exec {
+        Exec::Cpu(cpu) => cpu::moe::route(cpu, OP, Route { routing, logits, bias, ids, weights }),
+        #[cfg(feature = "cuda")]
+        Exec::Cuda(gpu) => cuda::moe::route(gpu, OP, cuda::moe::Route { routing, logits, bias, ids, weights }),
+    }
 }
 
 /// The pairs of a token and one of its experts, sorted by expert: the order in which experts meet their rows.
@@ -162,7 +170,8 @@ pub enum Gate {
 pub struct FfnArgs<'a> {
     /// `[tokens, hidden]`, f32, f16 or bf16; rows contiguous
     pub x: TensorRef<'a>,
-    /// `[tokens, top_k]`, i32 or i64; a choice with a negative id is left out
+    /// `[tokens, top_k]`, i32 or i64; a choice with a negative id is left out. In a device's memory nobody looks at them
+    /// before the kernels do, which leave one past the experts out too
     pub ids: TensorRef<'a>,
     /// `[tokens, top_k]`, f32; rows contiguous
     pub weights: TensorRef<'a>,
@@ -215,6 +224,19 @@ pub fn moe_ffn(exec: &Exec, args: FfnArgs<'_>) -> Result<()> {
         }
     }
     let experts = dims.get("experts");
+    #[cfg(feature = "cuda")]
+    if let Exec::Cuda(gpu) = exec {
+        // Ids on the device are not looked at: its kernels leave one past the experts out, as a negative one.
+        if ids.place() == Place::Host {
+            checked_ids(OP, ids, experts)?;
+        }
+        let gate = match gate {
+            Gate::Silu => cuda::gemm::Gate::Silu,
+            Gate::Gelu => cuda::gemm::Gate::Gelu,
+            Gate::GeluTanh => cuda::gemm::Gate::GeluTanh,
+        };
+        return cuda::moe::ffn(gpu, OP, cuda::moe::Ffn { x, ids, weights, w_gate_up, w_down, gate, out });
+    }
     let ids = checked_ids(OP, ids, experts)?;
     if out.layout().is_empty() {
         return Ok(());

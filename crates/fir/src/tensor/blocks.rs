@@ -145,6 +145,18 @@ impl BlockFormat {
         }
     }
 
+    /// Bits of a packed code's low and high part.
+    pub(crate) const fn bits(self) -> (usize, usize) {
+        match self {
+            Self::Q8_0 => (8, 0),
+            Self::Q4_0 | Self::Q4_1 | Self::Q4K | Self::Iq4Xs => (4, 0),
+            Self::Q5_0 | Self::Q5_1 | Self::Q5K => (4, 1),
+            Self::Q6K => (4, 2),
+            Self::Q2K => (2, 0),
+            Self::Q3K => (2, 1),
+        }
+    }
+
     /// Weights per integer scale; per f16 scale where there are no others.
     pub(crate) const fn sub(self) -> usize {
         match self {

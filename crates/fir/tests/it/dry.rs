@@ -7,10 +7,10 @@ use fir::moe::{RouteArgs, Routing};
 use fir::sampling::{self, Draw, FilterOrder, Filters, RngState};
 use fir::speculative::{self, ChainArgs, Coins, Tree, TreeArgs, TreeOut};
 use fir::topk::{self, TopKOrder, TopKPages, TopKRagged};
-use fir::{DType, Error, Exec, Result, Tensor, TensorMut, TensorRef, activation, jit, norm};
+use fir::{DType, Exec, Result, Tensor, TensorMut, TensorRef, activation, jit, norm};
 
 /// The launches of `work` on an H200 that is not there, each of a kernel that the JIT lane compiles.
-fn launches(work: impl FnOnce(&Exec) -> Result<()>) -> String {
+pub(crate) fn launches(work: impl FnOnce(&Exec) -> Result<()>) -> String {
     let gpu = Gpu::dry(Arch::HOPPER);
     work(&Exec::Cuda(gpu.clone())).unwrap();
     let (mut text, kernels) = (String::new(), jit::kernels());
@@ -22,7 +22,7 @@ fn launches(work: impl FnOnce(&Exec) -> Result<()>) -> String {
     text
 }
 
-fn zeros(dtype: DType, shape: &[usize]) -> Tensor {
+pub(crate) fn zeros(dtype: DType, shape: &[usize]) -> Tensor {
     Tensor::zeros(dtype, shape).unwrap()
 }
 
@@ -216,10 +216,11 @@ fn refusals_are_the_same_as_on_the_cpu() {
     let draw = Draw { indices: Some(ids.view()), ..Draw::new(RngState::default(), tokens.view_mut()) };
     let error = sampling::sample_from_probs(&exec, probs.view(), draw).unwrap_err();
     assert_eq!(error.to_string(), "sample_from_probs: `indices` is 2 at 0, expected 0 or more and less than 2");
-    let (mut ids, mut weights) = (zeros(DType::I32, &[4, 2]), zeros(DType::F32, &[4, 2]));
-    let args = RouteArgs { logits: out.view(), bias: None, ids: ids.view_mut(), weights: weights.view_mut() };
-    let error = fir::moe::route(&exec, Routing::default(), args);
-    assert!(matches!(error, Err(Error::Unsupported { op: "route", .. })), "{error:?}");
+    let (mut ids, mut weights) = (zeros(DType::I32, &[4, 1]), zeros(DType::F32, &[4, 1]));
+    let logits = zeros(DType::F32, &[4, 1 << 16]);
+    let args = RouteArgs { logits: logits.view(), bias: None, ids: ids.view_mut(), weights: weights.view_mut() };
+    let error = fir::moe::route(&exec, Routing::default(), args).unwrap_err().to_string();
+    assert_eq!(error, "route: `experts` is 65536, expected at most 7264 with their groups on this device");
 }
 
 #[test]

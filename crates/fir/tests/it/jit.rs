@@ -24,6 +24,11 @@ const BUDGETS: &[(&str, u32, u32)] = &[
     ("attention/plain", 255, 0),
     // 128 accumulators and 64 scores; two blocks of 128 threads have registers for 255 each.
     ("attention/prefill", 255, 0),
+    // Two blocks of 128 threads, or one of 256, to a multiprocessor: its registers hold 255 of each.
+    ("gemm", 255, 0),
+    ("gemm_any", 64, 0),
+    ("gemm_blocks", 224, 0),
+    ("moe", 40, 0),
     ("norm", 64, 0),
     ("page", 32, 0),
     ("quantize", 128, 0),

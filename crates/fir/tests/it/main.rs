@@ -7,6 +7,8 @@ mod dry;
 #[cfg(feature = "cuda")]
 mod dry_attention;
 #[cfg(feature = "cuda")]
+mod dry_gemm;
+#[cfg(feature = "cuda")]
 mod dry_tokens;
 mod gemm;
 mod hostile;

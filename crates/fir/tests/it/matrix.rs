@@ -22,7 +22,7 @@ use fir::{DType, Error, Exec, Result, Tensor, TensorMut, TensorRef, activation, 
 /// Files of tests whose operators have no CUDA kernel yet, or not all of them: `every_exec` leaves the GPU out there. The
 /// snapshot of [`cuda_matrix_is_as_recorded`] shows which cells are missing.
 #[cfg(feature = "cuda")]
-pub(crate) const NOT_ON_CUDA: &[&str] = &["gemm", "moe", "variant"];
+pub(crate) const NOT_ON_CUDA: &[&str] = &["variant"];
 
 /// Types in the order of the columns.
 const DTYPES: [DType; 9] =

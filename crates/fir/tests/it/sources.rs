@@ -16,10 +16,10 @@ const FENCE: &[&str] = &[
 
 /// Parts of the library that share a budget of lines, tests not counted. Raising one is a commit of its own.
 const BUDGETS: &[(&[&str], usize)] = &[
-    (&["tensor", "kv", "variant", "plan"], 7_100),
-    (&["ops", "reference", "testing"], 8_800),
+    (&["tensor", "kv", "variant", "plan"], 7_200),
+    (&["ops", "reference", "testing"], 9_100),
     (&["cpu"], 12_100),
-    (&["cuda"], 6_800),
+    (&["cuda"], 7_900),
 ];
 
 /// Files above this many lines are printed: there is probably a second noun in them.

@@ -1,20 +1,39 @@
 //! Products with weights in GGUF's block formats.
 
 use crate::cpu;
+use crate::cpu::gemm::blocks::Packed;
+#[cfg(feature = "cuda")]
+use crate::cuda;
 use crate::error::{Error, Result};
+#[cfg(feature = "cuda")]
+use crate::exec::Cpu;
 use crate::exec::Exec;
 use crate::tensor::{BlockFormat, Dims, TensorMut, TensorRef};
 
 /// Weights of a linear layer in a block format, in the order the kernels read; made once, by [`BlockWeights::pack`].
-pub struct BlockWeights(cpu::gemm::blocks::Packed);
+pub struct BlockWeights(Packed);
 
 impl BlockWeights {
     /// Repacks the rows of a GGUF tensor: `n` of them, each of `k` elements, whole blocks.
     ///
+    /// On a CUDA device this machine's CPU packs, and the result is copied there.
+    ///
     /// The packed form is at most 3.6 % larger (see [`Self::bytes`]), rows made up to a multiple of 16.
     pub fn pack(exec: &Exec, format: BlockFormat, data: &[u8], n: usize, k: usize) -> Result<Self> {
-        cpu::gemm::blocks::Packed::new(exec.cpu_only("BlockWeights::pack")?, "BlockWeights::pack", format, data, n, k)
-            .map(Self)
+        const OP: &str = "BlockWeights::pack";
+        match exec {
+            Exec::Cpu(cpu) => Packed::new(Some(cpu), OP, format, data, n, k).map(Self),
+            #[cfg(feature = "cuda")]
+            Exec::Cuda(gpu) => {
+                let packed = Packed::new(Some(&Cpu::new()?), OP, format, data, n, k)?;
+                // A dry run has no memory of its own.
+                let on_device = gpu.stream().map(|_| packed.data().to_device(gpu)).transpose()?;
+                Ok(Self(match on_device {
+                    Some(data) => packed.with_data(data),
+                    None => packed,
+                }))
+            }
+        }
     }
 
     /// Bytes of the packed form: what a product with few rows reads.
@@ -65,7 +84,11 @@ pub fn block_gemm(exec: &Exec, x: TensorRef<'_>, w: &BlockWeights, out: TensorMu
         &out,
         &["m", "n"],
     )?;
-    cpu::gemm::blocks::gemm(exec.cpu_only("block_gemm")?, x, &w.0, out)
+    match exec {
+        Exec::Cpu(cpu) => cpu::gemm::blocks::gemm(cpu, x, &w.0, out),
+        #[cfg(feature = "cuda")]
+        Exec::Cuda(gpu) => cuda::gemm_blocks::gemm(gpu, "block_gemm", x, panels(&w.0), out),
+    }
 }
 
 /// Dequantizes rows of GGUF blocks, as an embedding's lookup needs them; see [`BlockFormat`] for the values.
@@ -83,5 +106,27 @@ pub fn dequantize_blocks(exec: &Exec, format: BlockFormat, data: &[u8], out: Ten
         let want = format!("{rows} rows of {row_bytes} bytes ({} elements of {format})", dims.get("k"));
         return Err(Error::value(OP, "data.len()", data.len(), want));
     }
-    cpu::gemm::blocks::dequantize(exec.cpu_only(OP)?, OP, format, data, out)
+    match exec {
+        Exec::Cpu(cpu) => cpu::gemm::blocks::dequantize(cpu, OP, format, data, out),
+        #[cfg(feature = "cuda")]
+        Exec::Cuda(gpu) => {
+            // A thread packs some 100 MB/s: rows of a lookup take less than a pool takes to start.
+            let cpu = if data.len() > 4 << 20 { Some(Cpu::new()?) } else { None };
+            let packed = Packed::new(cpu.as_ref(), OP, format, data, rows, dims.get("k"))?;
+            cuda::gemm_blocks::expand(gpu, OP, panels(&packed), out)
+        }
+    }
+}
+
+#[cfg(feature = "cuda")]
+fn panels(w: &Packed) -> cuda::gemm_blocks::Panels<'_> {
+    let data = w.data();
+    cuda::gemm_blocks::Panels {
+        format: w.format(),
+        n: w.n(),
+        k: w.k(),
+        panel_bytes: data.shape()[1],
+        cell_bytes: w.cell_bytes(),
+        data: data.view(),
+    }
 }

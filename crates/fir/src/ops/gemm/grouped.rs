@@ -4,10 +4,14 @@ use super::scaled::bind;
 use crate::cpu;
 use crate::cpu::gemm::scaled::ScaledProduct;
 use crate::cpu::gemm::{Epilogue, Product};
+#[cfg(feature = "cuda")]
+use crate::cuda;
 use crate::error::{Error, Result};
 use crate::exec::Exec;
 use crate::kv::Ragged;
 use crate::ops::sampling::check_ids;
+#[cfg(feature = "cuda")]
+use crate::tensor::Place;
 use crate::tensor::{DType, Dims, Scaled, TensorMut, TensorRef};
 
 /// What [`grouped_gemm`] reads and writes. A plain tensor becomes a [`Scaled`] without scales by `into()`.
@@ -19,7 +23,8 @@ pub struct GroupedArgs<'a> {
     pub indptr: &'a Ragged,
     /// `[weights, n, k]`; rows contiguous
     pub w: Scaled<'a>,
-    /// `[groups]`, i32 or i64: which weights a group meets; when not given, group `g` meets weights `g`
+    /// `[groups]`, i32 or i64: which weights a group meets; when not given, group `g` meets weights `g`. In a device's
+    /// memory nobody looks at them before the kernels do, which take one past the weights for the last
     pub weight_indices: Option<TensorRef<'a>>,
     /// `[tokens, n]`; rows contiguous
     pub out: TensorMut<'a>,
@@ -40,6 +45,25 @@ pub fn grouped_gemm(exec: &Exec, args: GroupedArgs<'_>) -> Result<()> {
     bind(&mut dims, OP, ["w", "w.scales"], &w, &["weights", "n", "k"])?;
     dims.bind("out", &out, &["tokens", "n"])?;
     dims.axis("indptr", "tokens", indptr.rows())?;
+    #[cfg(feature = "cuda")]
+    if let Exec::Cuda(gpu) = exec {
+        match weight_indices {
+            Some(ids) => {
+                dims.axis("indptr", "groups", indptr.batch())?.bind("weight_indices", &ids, &["groups"])?;
+                // Ids on the device are not looked at: a kernel takes one past the weights for the last.
+                if ids.place() == Place::Host {
+                    check_ids(OP, "weight_indices", ids, dims.get("weights"))?;
+                }
+            }
+            None => {
+                dims.axis("indptr", "weights", indptr.batch())?;
+            }
+        }
+        check_x_block(&x)?;
+        check_unscaled(OP, &x, &w)?;
+        let product = cuda::gemm::Product { x, w, out, then: cuda::gemm::Then::None };
+        return cuda::gemm::grouped(gpu, OP, product, indptr.indptr(), weight_indices);
+    }
     let weights: Vec<usize> = match weight_indices {
         Some(ids) => {
             dims.axis("indptr", "groups", indptr.batch())?.bind("weight_indices", &ids, &["groups"])?;
@@ -77,6 +101,13 @@ pub fn batched_gemm(exec: &Exec, x: Scaled<'_>, w: Scaled<'_>, out: TensorMut<'_
         // A batch of nothing may be longer than memory.
         return Ok(());
     }
+    #[cfg(feature = "cuda")]
+    if let Exec::Cuda(gpu) = exec {
+        check_unscaled(OP, &x, &w)?;
+        let scaled = is_fp8(w.data.dtype());
+        let product = cuda::gemm::Product { x, w, out, then: cuda::gemm::Then::None };
+        return cuda::gemm::product(gpu, OP, scaled, product);
+    }
     let mut list = Vec::new();
     for (b, out) in out.split_rows(std::iter::repeat_n(1, dims.get("batch")))?.into_iter().enumerate() {
         list.push(ScaledProduct { x: x.select(b)?, w: w.select(b)?, out: out.select(0, 0)? });
@@ -86,31 +117,47 @@ pub fn batched_gemm(exec: &Exec, x: Scaled<'_>, w: Scaled<'_>, out: TensorMut<'_
 
 /// Rows of a matrix with those of its scales.
 fn rows_of(x: Scaled<'_>, rows: std::ops::Range<usize>) -> Result<Scaled<'_>> {
+    check_x_block(&x)?;
     let scales = match x.scales {
         Some(scales) if x.block.rows == 1 => Some(scales.slice(0, rows.clone())?),
-        // One for all rows.
-        Some(scales) if scales.shape()[0] == 1 => Some(scales),
-        Some(_) => {
-            let got = format!("blocks of {} rows", x.block.rows);
-            return Err(Error::value("grouped_gemm", "x.scales", got, "blocks of one row or of all"));
-        }
-        None => None,
+        other => other,
     };
     Ok(Scaled { data: x.data.slice(0, rows)?, scales, block: x.block })
+}
+
+/// Scales must be of single rows, or of all: groups cut blocks of several.
+fn check_x_block(x: &Scaled<'_>) -> Result<()> {
+    match x.scales {
+        Some(scales) if x.block.rows != 1 && scales.shape()[0] != 1 => {
+            let got = format!("blocks of {} rows", x.block.rows);
+            Err(Error::value("grouped_gemm", "x.scales", got, "blocks of one row or of all"))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Scales are for weights of fp8 alone.
+fn check_unscaled(op: &'static str, x: &Scaled<'_>, w: &Scaled<'_>) -> Result<()> {
+    for (arg, side) in [("x.scales", x), ("w.scales", w)] {
+        if side.scales.is_some() && !is_fp8(w.data.dtype()) {
+            return Err(Error::value(op, arg, "given", format!("none with `w` of {}", w.data.dtype())));
+        }
+    }
+    Ok(())
+}
+
+fn is_fp8(dtype: DType) -> bool {
+    matches!(dtype, DType::E4M3 | DType::E5M2)
 }
 
 /// Products of fp8, or else products without scales.
 fn run(exec: &Exec, op: &'static str, list: Vec<ScaledProduct<'_>>) -> Result<()> {
     let Some(first) = list.first() else { return Ok(()) };
     let (x, w) = (&first.x, &first.w);
-    if matches!(w.data.dtype(), DType::E4M3 | DType::E5M2) {
+    if is_fp8(w.data.dtype()) {
         return cpu::gemm::scaled::products(exec.cpu_only(op)?, op, list);
     }
-    for (arg, side) in [("x.scales", x), ("w.scales", w)] {
-        if side.scales.is_some() {
-            return Err(Error::value(op, arg, "given", format!("none with `w` of {}", w.data.dtype())));
-        }
-    }
+    check_unscaled(op, x, w)?;
     let list = list.into_iter().map(|p| Product { x: p.x.data, w: p.w.data, out: p.out, then: Epilogue::None });
     cpu::gemm::products(exec.cpu_only(op)?, op, list.collect())
 }

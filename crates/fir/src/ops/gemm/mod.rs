@@ -12,6 +12,8 @@ pub use self::{
 };
 use crate::cpu;
 use crate::cpu::gemm::{Epilogue, Product};
+#[cfg(feature = "cuda")]
+use crate::cuda::{self, gemm::Then};
 use crate::error::{Error, Result};
 use crate::exec::Exec;
 use crate::ops::norm;
@@ -28,7 +30,7 @@ use crate::tensor::{Dims, TensorMut, TensorRef};
 /// * `out`: `[m, n]`, f32, f16 or bf16; rows contiguous
 pub fn gemm(exec: &Exec, x: TensorRef<'_>, w: TensorRef<'_>, out: TensorMut<'_>) -> Result<()> {
     Dims::of("gemm").bind("x", &x, &["m", "k"])?.bind("w", &w, &["n", "k"])?.bind("out", &out, &["m", "n"])?;
-    product("gemm", exec, Product { x, w, out, then: Epilogue::None })
+    product("gemm", exec, x, w, out, Epilogue::None)
 }
 
 /// [`gemm`] with a bias.
@@ -47,8 +49,14 @@ pub fn gemm_bias(
     let mut dims = Dims::of(OP);
     dims.bind("x", &x, &["m", "k"])?.bind("w", &w, &["n", "k"])?.bind("bias", &bias, &["n"])?;
     dims.bind("out", &out, &["m", "n"])?;
-    let bias = cpu::rows::widened(OP, "bias", bias)?;
-    product(OP, exec, Product { x, w, out, then: Epilogue::Bias(&bias) })
+    match exec {
+        Exec::Cpu(cpu) => {
+            let bias = cpu::rows::widened(OP, "bias", bias)?;
+            cpu::gemm::products(cpu, OP, vec![Product { x, w, out, then: Epilogue::Bias(&bias) }])
+        }
+        #[cfg(feature = "cuda")]
+        Exec::Cuda(gpu) => cuda_product(gpu, OP, x, w, out, Then::Bias(bias)),
+    }
 }
 
 /// The first half of a gated feed-forward layer: [`gemm`] by two matrices, one on top of the other, and SiLU.
@@ -64,7 +72,7 @@ pub fn gemm_silu_mul(exec: &Exec, x: TensorRef<'_>, w: TensorRef<'_>, out: Tenso
     if out.shape()[1].checked_mul(2) != Some(w.shape()[0]) {
         return Err(Error::value(OP, "w", format!("{} rows", w.shape()[0]), format!("2 * {}", out.shape()[1])));
     }
-    product(OP, exec, Product { x, w, out, then: Epilogue::SiluMul })
+    product(OP, exec, x, w, out, Epilogue::SiluMul)
 }
 
 /// Adds a product to what is there: a layer's output to the residual stream.
@@ -76,7 +84,7 @@ pub fn gemm_add(exec: &Exec, x: TensorRef<'_>, w: TensorRef<'_>, residual: Tenso
     const OP: &str = "gemm_add";
     let mut dims = Dims::of(OP);
     dims.bind("x", &x, &["m", "k"])?.bind("w", &w, &["n", "k"])?.bind("residual", &residual, &["m", "n"])?;
-    product(OP, exec, Product { x, w, out: residual, then: Epilogue::Add })
+    product(OP, exec, x, w, residual, Epilogue::Add)
 }
 
 /// Tensors of [`gemm_add_rms_norm`].
@@ -113,10 +121,41 @@ pub fn gemm_add_rms_norm(exec: &Exec, args: GemmAddNormArgs<'_>) -> Result<()> {
         let want = format!("{}, as `residual`", residual.dtype());
         return Err(Error::DType { op: OP, arg: "out", got: out.dtype().name(), want });
     }
-    product(OP, exec, Product { x, w, out: residual.reborrow(), then: Epilogue::Add })?;
+    product(OP, exec, x, w, residual.reborrow(), Epilogue::Add)?;
     norm::rms_norm(exec, residual.as_ref(), weight, eps, out)
 }
 
-fn product(op: &'static str, exec: &Exec, product: Product<'_>) -> Result<()> {
-    cpu::gemm::products(exec.cpu_only(op)?, op, vec![product])
+fn product(
+    op: &'static str,
+    exec: &Exec,
+    x: TensorRef<'_>,
+    w: TensorRef<'_>,
+    out: TensorMut<'_>,
+    then: Epilogue<'_>,
+) -> Result<()> {
+    match exec {
+        Exec::Cpu(cpu) => cpu::gemm::products(cpu, op, vec![Product { x, w, out, then }]),
+        #[cfg(feature = "cuda")]
+        Exec::Cuda(gpu) => {
+            let then = match then {
+                Epilogue::Add => Then::Add,
+                Epilogue::SiluMul => Then::Gate(cuda::gemm::Gate::Silu),
+                _ => Then::None,
+            };
+            cuda_product(gpu, op, x, w, out, then)
+        }
+    }
+}
+
+#[cfg(feature = "cuda")]
+fn cuda_product<'a>(
+    gpu: &'a crate::exec::Gpu,
+    op: &'static str,
+    x: TensorRef<'a>,
+    w: TensorRef<'a>,
+    out: TensorMut<'a>,
+    then: Then<'a>,
+) -> Result<()> {
+    let product = cuda::gemm::Product { x: x.into(), w: w.into(), out, then };
+    cuda::gemm::product(gpu, op, false, product)
 }

@@ -2,6 +2,8 @@
 
 use crate::cpu;
 use crate::cpu::gemm::scaled::ScaledProduct;
+#[cfg(feature = "cuda")]
+use crate::cuda;
 use crate::error::{Error, Result};
 use crate::exec::Exec;
 use crate::tensor::{DType, Dims, Scaled, TensorMut};
@@ -23,7 +25,14 @@ pub fn scaled_gemm(exec: &Exec, x: Scaled<'_>, w: Scaled<'_>, out: TensorMut<'_>
     bind(&mut dims, OP, ["x", "x.scales"], &x, &["m", "k"])?;
     bind(&mut dims, OP, ["w", "w.scales"], &w, &["n", "k"])?;
     dims.bind("out", &out, &["m", "n"])?;
-    cpu::gemm::scaled::products(exec.cpu_only(OP)?, OP, vec![ScaledProduct { x, w, out }])
+    match exec {
+        Exec::Cpu(cpu) => cpu::gemm::scaled::products(cpu, OP, vec![ScaledProduct { x, w, out }]),
+        #[cfg(feature = "cuda")]
+        Exec::Cuda(gpu) => {
+            let product = cuda::gemm::Product { x, w, out, then: cuda::gemm::Then::None };
+            cuda::gemm::product(gpu, OP, true, product)
+        }
+    }
 }
 
 /// Binds the axes of a matrix (or a batch of them) and checks its scales against it; `args` are the names of both.

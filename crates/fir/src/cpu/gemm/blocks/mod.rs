@@ -27,8 +27,8 @@ use crate::cpu::level::Level;
 use crate::cpu::pool::RowsMut;
 use crate::cpu::rows::{Rows, for_parts, narrow, widen, with_float};
 use crate::cpu::vector::{Kernel, Lane, Vector};
-use crate::error::Result;
-use crate::tensor::{BlockFields, BlockFormat, TensorMut, TensorRef};
+use crate::error::{Error, Result};
+use crate::tensor::{BlockFields, BlockFormat, Place, TensorMut, TensorRef};
 
 const OP: &str = "block_gemm";
 /// Rows that a panel's codes are unpacked anew for: below, unpacking is hidden by the reading of the weights.
@@ -77,6 +77,9 @@ const _: () = assert!(size_of::<Activations>() == 4 * PITCH);
 
 pub(crate) fn gemm(cpu: &Cpu, x: TensorRef<'_>, w: &Packed, out: TensorMut<'_>) -> Result<()> {
     let m = x.shape()[0];
+    if w.place() != Place::Host {
+        return Err(Error::place(OP, "w", w.place(), Place::Host));
+    }
     with_float!(OP, "x", x.dtype(), X => with_float!(OP, "out", out.dtype(), O => {
         let (x, out) = (Rows::<X>::new(OP, "x", x)?, RowsMut::<O>::new(OP, "out", out)?);
         // `split` gives nothing for an `out` without columns.

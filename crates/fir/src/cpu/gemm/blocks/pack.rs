@@ -20,7 +20,7 @@
 
 use crate::cpu::exec::Cpu;
 use crate::error::{Error, Result};
-use crate::tensor::{BlockFields, BlockFormat, DType, Tensor};
+use crate::tensor::{BlockFields, BlockFormat, DType, Place, Tensor};
 
 /// Weight rows per panel.
 pub(super) const LANES: usize = 16;
@@ -29,21 +29,9 @@ pub(super) const SUPER: usize = 256;
 /// Elements along `k` per group.
 pub(super) const GROUP: usize = 32;
 
-/// Bits of a code's low and high part.
-pub(super) const fn bits(format: BlockFormat) -> (usize, usize) {
-    match format {
-        BlockFormat::Q8_0 => (8, 0),
-        BlockFormat::Q4_0 | BlockFormat::Q4_1 | BlockFormat::Q4K | BlockFormat::Iq4Xs => (4, 0),
-        BlockFormat::Q5_0 | BlockFormat::Q5_1 | BlockFormat::Q5K => (4, 1),
-        BlockFormat::Q6K => (4, 2),
-        BlockFormat::Q2K => (2, 0),
-        BlockFormat::Q3K => (2, 1),
-    }
-}
-
 /// Bytes of the three parts of a cell: of a group's codes, of a group's scales, of what all share.
 const fn parts(format: BlockFormat) -> [usize; 3] {
-    let (low, high) = bits(format);
+    let (low, high) = format.bits();
     let mins = if format.has_min() { 2 } else { 1 };
     let codes = 4 * LANES * (low + high);
     match format {
@@ -79,8 +67,9 @@ pub(super) struct Cell<'a> {
 }
 
 impl Packed {
+    /// Packs with the threads of `cpu`, or with this one.
     pub(crate) fn new(
-        cpu: &Cpu,
+        cpu: Option<&Cpu>,
         op: &'static str,
         format: BlockFormat,
         data: &[u8],
@@ -98,7 +87,11 @@ impl Packed {
         if bytes > 0 {
             let panels = packed.as_mut_slice::<u8>()?.chunks_exact_mut(bytes);
             let parts: Vec<_> = panels.zip(data.chunks(LANES * row_bytes)).collect();
-            cpu.pool().scatter(parts, |(out, rows)| pack_panel(format, rows, row_bytes, out));
+            let pack = |(out, rows): (&mut [u8], &[u8])| pack_panel(format, rows, row_bytes, out);
+            match cpu {
+                Some(cpu) => cpu.pool().scatter(parts, pack),
+                None => parts.into_iter().for_each(pack),
+            }
         }
         Ok(Self { format, n, k, data: packed })
     }
@@ -115,9 +108,32 @@ impl Packed {
         self.k
     }
 
+    /// Where the panels are.
+    pub(crate) fn place(&self) -> Place {
+        self.data.place()
+    }
+
     /// Bytes of all panels.
     pub(crate) fn bytes(&self) -> usize {
         self.data.view().layout().len()
+    }
+
+    /// `[panels, bytes of a panel]`
+    #[cfg(feature = "cuda")]
+    pub(crate) fn data(&self) -> &Tensor {
+        &self.data
+    }
+
+    /// The same weights in other memory.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn with_data(self, data: Tensor) -> Self {
+        Self { data, ..self }
+    }
+
+    /// Bytes of 256 columns of a panel.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn cell_bytes(&self) -> usize {
+        cell_bytes(self.format, SUPER / GROUP)
     }
 
     /// The bytes of panel `p`.
@@ -206,7 +222,7 @@ fn pack_scales(format: BlockFormat, blocks: &[BlockFields; LANES], out: &mut [u8
 
 /// Codes of 16 blocks, group by group.
 fn pack_codes(format: BlockFormat, blocks: &[BlockFields; LANES], out: &mut [u8]) {
-    let (low, high) = bits(format);
+    let (low, high) = format.bits();
     let mask = |bits: usize| (((1u16 << bits) - 1) as u32) * 0x0101_0101;
     out.fill(0);
     for (g, out) in out.chunks_exact_mut(parts(format)[0]).enumerate() {
