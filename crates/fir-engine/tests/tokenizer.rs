@@ -20,12 +20,14 @@ fn ids_match_those_of_the_libraries_that_made_the_vocabularies() {
             let want: Vec<u32> = case["ids"].as_array().unwrap().iter().map(|i| i.as_u64().unwrap() as u32).collect();
             let got = tokenizer.encode(text, false).unwrap();
             assert_eq!(got, want, "{name}: {text:?}");
-            assert_eq!(tokenizer.decode(&got), text, "{name}");
+            // A normalized character comes back as such.
+            let back = case["back"].as_str().unwrap();
+            assert_eq!(tokenizer.decode(&got), back, "{name}");
             // As they come: the same text, and never a part of a character.
             let mut parts = Detokenizer::default();
             let mut streamed: String = got.iter().map(|&id| parts.push(&tokenizer, id)).collect();
             streamed.push_str(&parts.finish());
-            assert_eq!(streamed.trim_start_matches(' '), text.trim_start_matches(' '), "{name}");
+            assert_eq!(streamed.trim_start_matches(' '), back.trim_start_matches(' '), "{name}");
         }
     }
 }

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[3]
-FIR = pathlib.Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "release" / "fir"
+FIR = pathlib.Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "debug" / "fir"
 CHAT = {"messages": [{"role": "user", "content": "Tell me a story about a fir tree."}]}
 
 

@@ -33,7 +33,7 @@ pub(crate) fn run(live: bool) -> Result<()> {
     let python = format!("{VENV}/bin/python");
     let pytest =
         |file: &str| program(&python, &format!("-m pytest -q -p no:cacheprovider crates/fir-server/tests/{file}"));
-    cargo("build --quiet --profile test --workspace --all-features --examples").run()?;
+    cargo("build --quiet --profile test --workspace --all-features --bins --examples").run()?;
     {
         let (_running, url) = double()?;
         pytest("contract.py").env("FIR_URL", &url).run()?;
@@ -44,7 +44,6 @@ pub(crate) fn run(live: bool) -> Result<()> {
         program(&format!("{VENV}/bin/schemathesis"), &fuzz).run()?;
     }
     if live {
-        cargo("build --quiet --release -p fir-cli").run()?;
         pytest("live.py").run()?;
     }
     Ok(())

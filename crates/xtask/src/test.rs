@@ -28,7 +28,7 @@ enum Action {
 
 /// The steps, cheapest and most often broken first.
 ///
-/// Kernels, benches and examples are built for the whole workspace in the test profile, as the tests are: with other packages or
+/// Kernels, benches, examples and programs are built for the whole workspace in the test profile, as the tests are: with other packages or
 /// another profile the library would be compiled again, for minutes.
 fn steps() -> Result<Vec<(String, Action)>> {
     use Action::{Count, Deny, Jit, Run, Server};
@@ -42,13 +42,13 @@ fn steps() -> Result<Vec<(String, Action)>> {
         ("tests", Count(cargo("test --workspace --all-features --no-fail-fast"))),
         ("kernels", Jit),
         ("benches, checked but not timed", Run(cargo("test --quiet --workspace --all-features --benches"))),
-        ("examples", Run(cargo("build --quiet --profile test --workspace --all-features --examples"))),
+        ("programs", Run(cargo("build --quiet --profile test --workspace --all-features --bins --examples"))),
     ];
     let examples = rust_files("crates/fir/examples")?;
     for example in &examples {
         steps.push((example, Run(program(&format!("{}/debug/examples/{example}", target()), ""))));
     }
-    steps.push(("demo", Run(cargo("run --release -- demo --quick"))));
+    steps.push(("demo", Run(program(&format!("{}/debug/fir", target()), "demo --quick"))));
     steps.push(("clients of the server", Server));
     steps.push(("dependencies", Deny));
     Ok(steps.into_iter().map(|(name, action)| (name.to_owned(), action)).collect())

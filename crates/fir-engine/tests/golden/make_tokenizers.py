@@ -50,7 +50,8 @@ def write(path, kind, pre, tokens, scores, types, merges, **flags):
 
 def bpe(folder, theirs, pre):
     source = json.loads((pathlib.Path(theirs) / "tokenizer.json").read_text())
-    source["model"] = {"type": "BPE", "vocab": {}, "merges": []}
+    whole_words = source["model"].get("ignore_merges", False)
+    source["model"] = {"type": "BPE", "vocab": {}, "merges": [], "ignore_merges": whole_words}
     source["added_tokens"] = []
     source["post_processor"] = None
     t = Tokenizer.from_str(json.dumps(source))
@@ -61,7 +62,8 @@ def bpe(folder, theirs, pre):
     tokens = sorted(model["vocab"], key=model["vocab"].get)
     merges = [" ".join(m) if isinstance(m, list) else m for m in model["merges"]]
     write(folder / f"{pre}.gguf", "gpt2", pre, tokens, None, [1] * len(tokens), merges)
-    return [{"text": x, "ids": t.encode(x, add_special_tokens=False).ids} for x in TEXTS]
+    ids = [t.encode(x, add_special_tokens=False).ids for x in TEXTS]
+    return [{"text": x, "ids": i, "back": t.decode(i)} for x, i in zip(TEXTS, ids)]
 
 
 def spm(folder, name, dummy):
@@ -76,7 +78,7 @@ def spm(folder, name, dummy):
     kinds = [6 if sp.is_byte(i) else 2 if sp.is_unknown(i) else 3 if sp.is_control(i) else 1 for i in ids]
     write(folder / f"{name}.gguf", "llama", None, [sp.id_to_piece(i) for i in ids], [sp.get_score(i) for i in ids], kinds,
           None, add_space_prefix=dummy)
-    return [{"text": x, "ids": sp.encode(x)} for x in TEXTS]
+    return [{"text": x, "ids": sp.encode(x), "back": sp.decode(sp.encode(x))} for x in TEXTS]
 
 
 if __name__ == "__main__":
