@@ -452,7 +452,7 @@ mod tests {
             (&hopper, 500_000, 1, 8, false, 104 << 10),
             (&hopper, 600_001, 64, 8, false, 0),
             (&ampere, 32_000, 512, 1, true, 128 << 10),
-            (&ampere, 128_256, 1, 1, false, 104 << 10),
+            (&ampere, 128_256, 1, 1, false, 4256 + 126 * 800),
         ] {
             assert_eq!(Team::searching(gpu, n, rows), Team { blocks, resident, smem }, "{rows} of {n} on {gpu:?}");
         }
