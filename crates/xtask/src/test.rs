@@ -5,7 +5,7 @@ use std::time::Instant;
 use anyhow::{Result, bail};
 
 use crate::step::{Step, cargo, program, rust_files};
-use crate::{deny, gpu};
+use crate::{deny, gpu, python};
 
 /// Results of all the test binaries run so far.
 #[derive(Default)]
@@ -22,6 +22,7 @@ enum Action {
     /// As `Count`, of the JIT lane; its compiler is installed first.
     Jit,
     Deny,
+    Python,
 }
 
 /// The steps, cheapest and most often broken first.
@@ -29,7 +30,7 @@ enum Action {
 /// Kernels, benches and examples are built for the whole workspace in the test profile, as the tests are: with other packages or
 /// another profile the library would be compiled again, for minutes.
 fn steps() -> Result<Vec<(String, Action)>> {
-    use Action::{Count, Deny, Jit, Run};
+    use Action::{Count, Deny, Jit, Python, Run};
     let docs = cargo("doc --quiet --workspace --no-deps --all-features").env("RUSTDOCFLAGS", "-D warnings");
     let mut steps = vec![
         ("format", Run(cargo("fmt --all --check"))),
@@ -46,7 +47,10 @@ fn steps() -> Result<Vec<(String, Action)>> {
     for example in &examples {
         steps.push((example, Run(program(&format!("{}/debug/examples/{example}", target()), ""))));
     }
-    steps.push(("demo", Run(cargo("run --release -- demo --quick"))));
+    // Built together, as the Python package alone: other features of a macro would compile the library again.
+    steps.push(("release", Run(cargo("build --quiet --release -p fir-cli -p fir-py"))));
+    steps.push(("demo", Run(program(&format!("{}/release/fir", target()), "demo --quick"))));
+    steps.push(("python", Python));
     steps.push(("dependencies", Deny));
     Ok(steps.into_iter().map(|(name, action)| (name.to_owned(), action)).collect())
 }
@@ -68,6 +72,7 @@ pub(crate) fn run() -> Result<()> {
             Action::Count(step) => counted(step, &mut tally),
             Action::Jit => gpu::jit().and_then(|step| counted(step, &mut tally)),
             Action::Deny => deny::run(),
+            Action::Python => python::run(),
         };
         println!("== {} after {:.1} s", if result.is_ok() { "ok" } else { "FAILED" }, start.elapsed().as_secs_f64());
         if let Err(e) = result {
