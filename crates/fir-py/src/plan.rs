@@ -11,7 +11,7 @@ use fir::kv::{Kv, KvLayout, PageTable, PagedKv, PagedMla, Ragged, RaggedKv};
 use fir::tensor::Place;
 use fir::variant::{ParamType, Params};
 use fir::{DType, Error, Exec};
-use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -244,9 +244,7 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(|e| e.into_inner())
 }
 
-fn unplanned() -> PyErr {
-    PyValueError::new_err("this plan has no batch yet: call plan_paged or plan_ragged before run")
-}
+const UNPLANNED: &str = "one that plan_paged or plan_ragged was called for";
 
 /// A batch of requests with any number of query tokens each: prefill, decode and append alike.
 #[pyclass(frozen, name = "BatchPlan", module = "fir")]
@@ -324,16 +322,14 @@ impl BatchPlan {
         }?;
         let cache = Cache::new(k, v, block_scales, (k_scale, v_scale), kv_layout.0)?;
         let values = Values::new(&self.problem.variant, params)?;
-        let mut batch = locked(&self.batch);
-        let Batch { plan, at, scratch } = &mut *batch;
-        if matches!(at, Where::Nowhere) {
-            return Err(unplanned());
-        }
+        // Locked without the interpreter's lock: who waits for one must not hold the other.
         run(py, move || {
+            let mut batch = locked(&self.batch);
+            let Batch { plan, at, scratch } = &mut *batch;
             let kv = match at {
                 Where::Ragged(indptr) => Kv::Ragged(cache.ragged(indptr)?),
                 Where::Paged(table) => Kv::Paged(cache.paged()?, &table.table),
-                Where::Nowhere => return Ok(()),
+                Where::Nowhere => return Err(Error::value("BatchPlan::run", "plan", "without a batch", UNPLANNED)),
             };
             let params = values.params()?;
             let mut attempt = |scratch: &mut Scratch| {
@@ -431,9 +427,9 @@ impl CascadePlan {
         }?;
         let cache = Cache::new(k, v, None, (k_scale, v_scale), kv_layout.0)?;
         let values = Values::new(&self.variant, params)?;
-        let mut state = locked(&self.state);
-        let (plan, scratch, tables) = &mut *state;
         run(py, move || {
+            let mut state = locked(&self.state);
+            let (plan, scratch, tables) = &mut *state;
             let paged = cache.paged()?;
             let kv: Vec<_> = tables.iter().map(|t| Kv::Paged(paged, &t.table)).collect();
             let (lse, params) = (lse.as_mut().map(Arg::view_mut).transpose()?, values.params()?);
@@ -498,9 +494,9 @@ impl MlaPlan {
             Some(lse) => prepare(py, &mut [&mut q_nope, &mut q_pe], &[&out, lse]),
             None => prepare(py, &mut [&mut q_nope, &mut q_pe], &[&out]),
         }?;
-        let mut state = locked(&self.0);
-        let (plan, scratch, table) = &mut *state;
         run(py, move || {
+            let mut state = locked(&self.0);
+            let (plan, scratch, table) = &mut *state;
             let kv = PagedMla::new(ckv.view()?, kpe.view()?)?.with_scales(ckv_scale, kpe_scale)?;
             let lse = lse.as_mut().map(Arg::view_mut).transpose()?;
             let (q_nope, q_pe, out) = (q_nope.view()?, q_pe.view()?, out.view_mut()?);
@@ -590,9 +586,9 @@ impl SparsePlan {
             None => prepare(py, &mut [&mut q, &mut k, &mut v], &[&out]),
         }?;
         let values = Values::new(&self.variant, params)?;
-        let mut state = locked(&self.state);
-        let (plan, scratch) = &mut *state;
         run(py, move || {
+            let mut state = locked(&self.state);
+            let (plan, scratch) = &mut *state;
             let (lse, params) = (lse.as_mut().map(Arg::view_mut).transpose()?, values.params()?);
             let (q, k, v, out) = (q.view()?, k.view()?, v.view()?, out.view_mut()?);
             let args = SparseArgs { q, k, v, params: &params, sm_scale, scratch, out, lse };

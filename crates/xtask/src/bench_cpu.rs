@@ -347,13 +347,13 @@ const NEEDS: &str = "filelock typing_extensions sympy networkx jinja2 fsspec num
 
 /// oneDNN takes the sizes of tiles from a CPUID leaf that virtual machines hide, and then dies of an illegal
 /// instruction; below that level it does not ask.
-const TORCH_ENV: [(&str, &str); 1] = [("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")];
+pub(crate) const TORCH_ENV: [(&str, &str); 1] = [("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")];
 
 /// A Python that has torch; made under target/ at the first call, 1.4 GB instead of 5 with all of CUDA.
 ///
 /// PyPI has torch with CUDA only. Most of the CUDA libraries it links are not needed for a CPU, only asked for when
 /// torch is loaded, so empty ones of their names do: `compared.py` binds their functions when they are called, never.
-fn torch() -> Result<String> {
+pub(crate) fn torch() -> Result<String> {
     let (dir, ready) = ("target/torch", "target/torch/ready");
     let python = format!("{dir}/bin/python");
     if !Path::new(ready).exists() {

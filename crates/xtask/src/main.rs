@@ -7,6 +7,7 @@ mod bench_cpu;
 mod deny;
 mod gpu;
 mod nightly;
+mod python;
 mod server;
 mod step;
 mod test;
@@ -56,6 +57,8 @@ enum Command {
     Jit,
     /// Makes target/gpu-bundle: tests and benches to run on a machine with a GPU, a driver and NVRTC.
     GpuBundle,
+    /// Builds the wheel of the Python package and runs its tests with torch, which is installed for it.
+    Python,
     /// Tries OpenAI's Python client and a fuzzer on the server; installs them from PyPI.
     Server {
         /// Also with the default model behind it.
@@ -89,6 +92,7 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Asan => nightly::asan(),
         Command::Jit => gpu::jit()?.run(),
         Command::GpuBundle => gpu::bundle(),
+        Command::Python => python::run(),
         Command::Lines => step::cargo("test -q -p fir-infer --test it sources::sizes_stay -- --nocapture").run(),
     }
 }

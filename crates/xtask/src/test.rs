@@ -5,7 +5,7 @@ use std::time::Instant;
 use anyhow::{Result, bail};
 
 use crate::step::{Step, cargo, program, rust_files};
-use crate::{deny, gpu, server};
+use crate::{deny, gpu, python, server};
 
 /// Results of all the test binaries run so far.
 #[derive(Default)]
@@ -24,6 +24,7 @@ enum Action {
     /// Clients in Python against the server.
     Server,
     Deny,
+    Python,
 }
 
 /// The steps, cheapest and most often broken first.
@@ -31,7 +32,7 @@ enum Action {
 /// Kernels, benches, examples and programs are built for the whole workspace in the test profile, as the tests are: with other packages or
 /// another profile the library would be compiled again, for minutes.
 fn steps() -> Result<Vec<(String, Action)>> {
-    use Action::{Count, Deny, Jit, Run, Server};
+    use Action::{Count, Deny, Jit, Python, Run, Server};
     let docs = cargo("doc --quiet --workspace --no-deps --all-features").env("RUSTDOCFLAGS", "-D warnings");
     let mut steps = vec![
         ("format", Run(cargo("fmt --all --check"))),
@@ -50,6 +51,7 @@ fn steps() -> Result<Vec<(String, Action)>> {
     }
     steps.push(("demo", Run(program(&format!("{}/debug/fir", target()), "demo --quick"))));
     steps.push(("clients of the server", Server));
+    steps.push(("python", Python));
     steps.push(("dependencies", Deny));
     Ok(steps.into_iter().map(|(name, action)| (name.to_owned(), action)).collect())
 }
@@ -72,6 +74,7 @@ pub(crate) fn run() -> Result<()> {
             Action::Jit => gpu::jit().and_then(|step| counted(step, &mut tally)),
             Action::Server => server::run(true),
             Action::Deny => deny::run(),
+            Action::Python => python::run(),
         };
         println!("== {} after {:.1} s", if result.is_ok() { "ok" } else { "FAILED" }, start.elapsed().as_secs_f64());
         if let Err(e) = result {

@@ -1,0 +1,119 @@
+"""Samplers: exact filters, frequencies, and reproducible draws."""
+
+import pytest
+import torch
+from conftest import close
+
+import fir.flashinfer as fi
+
+
+def frequencies(draw, classes, rows=20000):
+    tokens = draw(rows)
+    assert tokens.dtype == torch.int32 and tokens.shape == (rows,)
+    return torch.bincount(tokens.long(), minlength=classes).float() / rows
+
+
+def test_softmax_and_temperature():
+    x = torch.randn(5, 1000)
+    close(fi.softmax(x), x.softmax(-1))
+    close(fi.softmax(x, 0.5), (x / 0.5).softmax(-1))
+    t = torch.rand(5) + 0.5
+    close(fi.softmax(x.half(), t), (x.half().float() / t[:, None]).softmax(-1))
+
+
+@pytest.mark.parametrize("classes", (3, 111))
+def test_frequencies(classes):
+    logits = torch.randn(1, classes)
+    p = logits.softmax(-1)
+    many = lambda n: p.expand(n, classes).contiguous()
+    kept = p.masked_fill(p < p.topk(2)[0][:, -1:], 0)
+    for got, want in (
+        (lambda n: fi.sampling_from_probs(many(n)), p),
+        (lambda n: fi.sampling_from_logits(logits.expand(n, classes).contiguous()), p),
+        (lambda n: fi.top_k_sampling_from_probs(many(n), 2), kept / kept.sum()),
+        (lambda n: fi.top_k_sampling_from_probs(many(n), torch.full((n,), 2)), kept / kept.sum()),
+        (lambda n: fi.top_p_sampling_from_probs(many(n), 0.6), fi.top_p_renorm_probs(p, 0.6)),
+        (lambda n: fi.sampling_from_probs(p, indices=torch.zeros(n, dtype=torch.int32)), p),
+    ):
+        assert (frequencies(got, classes) - want[0]).abs().max() < 0.02
+    m = p.masked_fill(p < 0.3 * p.max(), 0)
+    got = frequencies(lambda n: fi.min_p_sampling_from_probs(many(n), 0.3), classes)
+    assert (got - (m / m.sum())[0]).abs().max() < 0.02
+
+
+@pytest.mark.parametrize("order", ("top_k_first", "joint"))
+def test_top_k_top_p(order):
+    p = torch.tensor([[0.4, 0.3, 0.2, 0.1]])
+    many = lambda n: p.expand(n, 4).contiguous()
+    # Of the three that top-k leaves, 0.7 is reached by two after renormalisation as well as before.
+    want = torch.tensor([4.0, 3.0, 0.0, 0.0]) / 7
+    for draw in (
+        lambda n: fi.top_k_top_p_sampling_from_probs(many(n), 3, 0.69, filter_apply_order=order),
+        lambda n: fi.top_k_top_p_sampling_from_logits(many(n).log(), 3, 0.69, filter_apply_order=order),
+    ):
+        assert (frequencies(draw, 4) - want).abs().max() < 0.02
+    with pytest.raises(ValueError, match="filter_apply_order"):
+        fi.top_k_top_p_sampling_from_probs(p, 3, 0.5, filter_apply_order="both")
+
+
+def test_renorm_and_masks():
+    x = torch.randn(4, 50)
+    p, k, t = x.softmax(-1), torch.tensor([1, 3, 50, 7]), torch.tensor([0.1, 0.5, 1.0, 0.9])
+    for r in range(4):
+        kept = p[r].masked_fill(p[r] < p[r].topk(int(k[r]))[0][-1], 0)
+        close(fi.top_k_renorm_probs(p, k)[r], kept / kept.sum())
+        masked = fi.top_k_mask_logits(x, k)[r]
+        assert torch.equal(masked > -torch.inf, kept > 0) and torch.equal(masked[kept > 0], x[r][kept > 0])
+        s, i = p[r].sort(descending=True)
+        n = int((s.cumsum(0) - s < t[r]).sum())
+        kept = torch.zeros(50).index_copy(0, i[:n], s[:n])
+        close(fi.top_p_renorm_probs(p, t)[r], kept / kept.sum())
+
+
+def test_draws_are_reproducible():
+    p = torch.rand(64, 100)
+    same = [fi.sampling_from_probs(p, seed=7, offset=o) for o in (0, 0, 1)]
+    assert torch.equal(same[0], same[1]) and not torch.equal(same[0], same[2])
+    again = []
+    for _ in range(2):
+        g = torch.Generator().manual_seed(3)
+        again.append([fi.sampling_from_probs(p, generator=g) for _ in range(2)])
+    assert torch.equal(again[0][0], again[1][0]) and torch.equal(again[0][1], again[1][1])
+    assert not torch.equal(again[0][0], again[0][1])
+    ids = fi.sampling_from_probs(p, indices=torch.arange(64), seed=7, offset=0)
+    assert ids.dtype == torch.int64 and torch.equal(ids.int(), same[0])
+
+
+def test_rows_that_are_no_distribution():
+    p = torch.rand(3, 10)
+    p[1] = torch.nan
+    tokens, valid = fi.sampling_from_probs(p, return_valid=True)
+    assert valid.tolist() == [True, False, True] and (tokens >= 0).all() and (tokens < 10).all()
+    with pytest.raises(ValueError, match="NaN"):
+        fi.sampling_from_probs(p, check_nan=True)
+
+
+def test_chain_speculative():
+    target = torch.rand(200, 3, 8).softmax(-1)
+    draft, tokens = target[:, :2].contiguous(), torch.randint(0, 8, (200, 2))
+    out, accepted, emitted = fi.chain_speculative_sampling(draft, tokens, target)
+    assert torch.equal(out[:, :2], tokens) and (out[:, 2] >= 0).all()
+    assert (accepted == 2).all() and (emitted == 2).all()
+    hopeless = torch.zeros_like(target)
+    hopeless[..., 0] = 1
+    out, _, emitted = fi.chain_speculative_sampling(draft, tokens.clamp(min=1), hopeless)
+    assert (out[:, 0] == 0).all() and (out[:, 1:] == -1).all() and (emitted == 0).all()
+
+
+def test_pipelines():
+    lp = fi.logits_processor
+    x = torch.randn(8, 40)
+    pipe = lp.LogitsPipe([lp.Temperature(), lp.Softmax(), lp.TopP(), lp.Sample()])
+    got = pipe(x, temperature=0.7, top_p=0.8, seed=5, offset=1)
+    want = fi.sampling_from_probs(fi.top_p_renorm_probs(fi.softmax(x, 0.7), 0.8), seed=5, offset=1)
+    assert torch.equal(got, want)
+    joint = lp.LogitsPipe([lp.TopK(joint_topk_topp=True), lp.TopP(), lp.Sample()], input_type=lp.TensorType.PROBS)
+    got = joint(x.softmax(-1), top_k=5, top_p=0.5, seed=5, offset=1)
+    assert torch.equal(got, fi.top_k_top_p_sampling_from_probs(x.softmax(-1), 5, 0.5, None, "joint", seed=5, offset=1))
+    with pytest.raises(lp.CompileError):
+        lp.LogitsPipe([lp.Sample(), lp.TopP()], input_type=lp.TensorType.PROBS)
