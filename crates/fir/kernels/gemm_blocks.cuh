@@ -10,7 +10,7 @@
 // operand: [16 rows][256 columns] are 8 x 32 x 16 bytes, a 16-byte load of each lane for 32 columns.
 //
 // quantize_rows   grid (256 columns, 16 rows), block 512: a warp to 256 elements of a row
-// gemm_few        grid (panels, 16 rows), block 256: its warps take cells in turn and their sums are added in order
+// gemm_few        grid (at most panels, 16 rows), block 256: its warps take cells in turn and their sums are added in order
 // gemm_many       grid (4 panels, 64 rows), block 128: a warp has a panel and 64 rows
 // expand_rows     grid (rows), block 256
 // smem            gemm_few 8, gemm_many 4 times kStages cells
@@ -60,6 +60,12 @@ __device__ __forceinline__ u32 shared_word(u32 address) {
 __device__ __forceinline__ u32 shared_half(u32 address) {
   u16 x;
   asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(address) : "memory");
+  return x;
+}
+
+__device__ __forceinline__ u32 shared_byte(u32 address) {
+  u32 x;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
   return x;
 }
 
@@ -193,6 +199,71 @@ __device__ __forceinline__ void multiply_cell(const BlocksParams& p, u32 cell, u
   }
 }
 
+// The same of 8 or 16 rows of one tile, with the operands' places changed: weights are the instruction's 16 rows and 8 rows
+// of x its columns, half the work where there are no more. `x` has a lane's codes. Element (h, i) is row
+// 8 h + 2 (lane % 4) + i % 2 of the tile, weight lane / 4 + 8 (i / 2).
+template <class F, int kHalves>
+__device__ __forceinline__ void multiply_few(const BlocksParams& p, u32 cell, u32 index, u32 tile, u32 lane, const uint2 (&x)[kHalves][8], float (&t)[kHalves][4]) {
+  const u32 left = p.k - index * 256, groups = left < 256 ? left / 32 : 8, q = lane % 4, w = lane / 4;
+  const u32 scales = cell + groups * F::kCodes, shared = scales + groups * F::kScales;
+  const i32* sums = p.sums + (u64(tile) * p.cells + index) * 256 + 2 * q;
+  i32 s1[kHalves][4] = {}, s2[kHalves][4] = {};
+#pragma unroll
+  for (int i = 0; i < 4 * kHalves; ++i) t[i / 4][i % 4] = 0.f;
+#pragma unroll
+  for (u32 g = 0; g < 8; ++g) {
+    if (g >= groups) break;
+    u32 a[2][2];
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      a[n][0] = word_of<F>(cell + g * F::kCodes, q, n * 8 + w);
+      a[n][1] = word_of<F>(cell + g * F::kCodes, 4 + q, n * 8 + w);
+    }
+    const u32 own = scales + g * F::kScales;
+    constexpr int kSteps = 32 / F::kSub;
+#pragma unroll
+    for (u32 s = 0; s < kSteps; ++s) {
+      // Of this lane's two weights.
+      u32 factor[2], least[2] = {};
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        const u32 at = F::kSmall ? own + 2 * (w + 8 * n) : own + 16 * s + w + 8 * n;
+        factor[n] = F::kSmall ? shared_half(at) : shared_byte(at);
+        if constexpr (F::kMin && F::kSub == 32) least[n] = F::kSmall ? shared_half(at + 32) : shared_byte(at + 16);
+        if constexpr (F::kMin && F::kSub == 16) least[n] = factor[n] >> 4, factor[n] &= 15;
+      }
+#pragma unroll
+      for (int h = 0; h < kHalves; ++h) {
+        i32 d[4] = {};
+        if constexpr (F::kSub == 32) mma_s8(d, a[0][0], a[1][0], a[0][1], a[1][1], x[h][g].x, x[h][g].y);
+        else mma_s8(d, a[0][s], a[1][s], s ? x[h][g].y : x[h][g].x);
+        int2 sum = make_int2(0, 0);
+        if constexpr (F::kMin) sum = *reinterpret_cast<const int2*>(sums + (g * kSteps + s) * 16 + 8 * h);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const i32 of_row = i % 2 ? sum.y : sum.x;
+          if constexpr (F::kSmall) {
+            t[h][i] = fmaf(half_of(factor[i / 2], 0), float(d[i]), t[h][i]);
+            if constexpr (F::kMin) t[h][i] = fmaf(half_of(least[i / 2], 0), float(of_row), t[h][i]);
+          } else {
+            s1[h][i] += (F::kMin ? i32(factor[i / 2]) : i32(static_cast<signed char>(factor[i / 2]))) * d[i];
+            if constexpr (F::kMin) s2[h][i] += i32(least[i / 2]) * of_row;
+          }
+        }
+      }
+    }
+  }
+  if constexpr (!F::kSmall) {
+#pragma unroll
+    for (int i = 0; i < 4 * kHalves; ++i) {
+      const u32 at = shared + 2 * (w + 8 * (i % 4 / 2));
+      float& y = t[i / 4][i % 4];
+      y = __fmul_rn(half_of(shared_half(at), 0), float(s1[i / 4][i % 4]));
+      if constexpr (F::kMin) y = fmaf(-half_of(shared_half(at + 32), 0), float(s2[i / 4][i % 4]), y);
+    }
+  }
+}
+
 // A cell on its way to shared memory, by one warp.
 template <class F>
 __device__ __forceinline__ void fetch_cell(const BlocksParams& p, u32 to, u32 panel, u32 index, u32 lane) {
@@ -209,41 +280,67 @@ __device__ __forceinline__ void put(const BlocksParams& p, u32 row, u32 column, 
   else static_cast<bf16*>(p.out)[at] = from_float<bf16>(y);
 }
 
-template <class F>
-__global__ void __launch_bounds__(256) gemm_few(const __grid_constant__ BlocksParams p) {
+// A block's panels, one after the other: while one is multiplied, the next one's first cells are on their way.
+template <class F, int kHalves>
+__device__ __forceinline__ void few_rows(const BlocksParams& p, u8* smem, float (&parts)[2][8][16][16]) {
   constexpr u32 kWarps = 8, kStages = F::kStages;
-  extern __shared__ __align__(128) u8 smem[];
-  __shared__ float parts[2][kWarps][16][16];
-  const u32 tid = threadIdx.x, lane = tid % 32, warp = tid / 32, panel = blockIdx.x, tile = blockIdx.y;
+  const u32 tid = threadIdx.x, lane = tid % 32, warp = tid / 32, tile = blockIdx.y, panels = (p.n + 15) / 16;
   const u32 own = shared_address(smem) + warp * kStages * F::kCell, row = tid / 16, column = tid % 16;
+  u32 ahead = blockIdx.x, ahead_index = warp, to = 0;  // the next cell to fetch, and where it goes
+  auto fetch = [&] {
+    if (ahead < panels && ahead_index < p.cells) fetch_cell<F>(p, own + to * F::kCell, ahead, ahead_index, lane);
+    cp_async_commit();
+    to = to + 1 == kStages ? 0 : to + 1;
+    ahead_index += kWarps;
+    if (ahead_index - warp >= p.cells) ahead_index = warp, ahead += gridDim.x;
+  };
+#pragma unroll
+  for (u32 s = 0; s < kStages - 1; ++s) fetch();
+  u32 at = 0, turn = 0;
+  for (u32 panel = blockIdx.x; panel < panels; panel += gridDim.x) {
+    float y = 0.f;
+    for (u32 first = 0; first < p.cells; first += kWarps) {
+      const u32 index = first + warp;
+      fetch();
+      if (index < p.cells) {
+        uint2 x[kHalves][8];
+        const uint4* codes = reinterpret_cast<const uint4*>(p.codes) + (u64(tile) * p.cells + index) * 256 + lane;
+#pragma unroll
+        for (u32 g = 0; g < 8; ++g) {
+          const uint4 c = codes[g * 32];
+          x[0][g] = make_uint2(c.x, c.z);
+          if constexpr (kHalves == 2) x[1][g] = make_uint2(c.y, c.w);
+        }
+        cp_async_wait<kStages - 1>();
+        __syncwarp();
+        float t[kHalves][4];
+        multiply_few<F, kHalves>(p, own + at * F::kCell, index, tile, lane, x, t);
+#pragma unroll
+        for (int i = 0; i < 4 * kHalves; ++i) parts[turn][warp][8 * (i / 4) + 2 * (lane % 4) + i % 2][lane / 4 + 8 * (i % 4 / 2)] = t[i / 4][i % 4];
+      }
+      at = at + 1 == kStages ? 0 : at + 1;
+      __syncthreads();  // two turns of parts: those of the last are read by now
+      if (row < 8 * kHalves) {
+        const float* scale = p.scales + (u64(tile) * p.cells + first) * 16 + row;
+#pragma unroll
+        for (u32 i = 0; i < kWarps; ++i) {
+          if (first + i < p.cells) y = fmaf(parts[turn][i][row][column], scale[16 * i], y);
+        }
+      }
+      turn ^= 1;
+    }
+    if (row < 8 * kHalves) put(p, tile * 16 + row, panel * 16 + column, y);
+  }
+}
+
+template <class F>
+__global__ void __launch_bounds__(256, 2) gemm_few(const __grid_constant__ BlocksParams p) {
+  extern __shared__ __align__(128) u8 smem[];
+  __shared__ float parts[2][8][16][16];
   wait_for_previous();
-#pragma unroll
-  for (u32 s = 0; s < kStages - 1; ++s) {
-    if (warp + s * kWarps < p.cells) fetch_cell<F>(p, own + s * F::kCell, panel, warp + s * kWarps, lane);
-    cp_async_commit();
-  }
-  float y = 0.f;
-  for (u32 first = 0, round = 0; first < p.cells; first += kWarps, ++round) {
-    const u32 index = first + warp, next = index + (kStages - 1) * kWarps;
-    if (next < p.cells) fetch_cell<F>(p, own + (round + kStages - 1) % kStages * F::kCell, panel, next, lane);
-    cp_async_commit();
-    cp_async_wait<kStages - 1>();
-    __syncwarp();
-    if (index < p.cells) {
-      float t[1][2][4];
-      multiply_cell<F, 1>(p, own + round % kStages * F::kCell, index, tile, lane, t);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) parts[round % 2][warp][lane / 4 + 8 * (i % 4 / 2)][8 * (i / 4) + 2 * (lane % 4) + i % 2] = t[0][i / 4][i % 4];
-    }
-    __syncthreads();  // two rounds of parts: those of the last are read by now
-    const float* scale = p.scales + (u64(tile) * p.cells + first) * 16 + row;
-#pragma unroll
-    for (u32 i = 0; i < kWarps; ++i) {
-      if (first + i < p.cells) y = fmaf(parts[round % 2][i][row][column], scale[16 * i], y);
-    }
-  }
+  if (p.m - blockIdx.y * 16 <= 8) few_rows<F, 1>(p, smem, parts);
+  else few_rows<F, 2>(p, smem, parts);
   start_next();
-  put(p, tile * 16 + row, panel * 16 + column, y);
 }
 
 template <class F>

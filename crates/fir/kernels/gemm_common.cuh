@@ -82,13 +82,22 @@ __device__ __forceinline__ void list_rows(const GemmParams& p, const Place& plac
   }
 }
 
+// Where the scales of a row are; null if there are none.
+__device__ __forceinline__ const float* x_scales_of(const GemmParams& p, u32 row) {
+  if (!p.x_scales || row == kNone) return nullptr;
+  return p.x_scales + blockIdx.y * p.xs_batch + row / p.x_block_rows * p.xs_stride;
+}
+__device__ __forceinline__ const float* w_scales_of(const GemmParams& p, u32 weight, u32 row) {
+  if (!p.w_scales || row == kNone) return nullptr;
+  return p.w_scales + weight * p.ws_batch + row / p.w_block_rows * p.ws_stride;
+}
 __device__ __forceinline__ float x_scale(const GemmParams& p, u32 row, u32 k) {
-  if (!p.x_scales || row == kNone) return 1.f;
-  return p.x_scales[blockIdx.y * p.xs_batch + row / p.x_block_rows * p.xs_stride + k / p.x_block_columns];
+  const float* scales = x_scales_of(p, row);
+  return scales ? scales[k / p.x_block_columns] : 1.f;
 }
 __device__ __forceinline__ float w_scale(const GemmParams& p, u32 weight, u32 row, u32 k) {
-  if (!p.w_scales || row == kNone) return 1.f;
-  return p.w_scales[weight * p.ws_batch + row / p.w_block_rows * p.ws_stride + k / p.w_block_columns];
+  const float* scales = w_scales_of(p, weight, row);
+  return scales ? scales[k / p.w_block_columns] : 1.f;
 }
 
 __device__ __forceinline__ float load_any(const void* from, u64 at, u32 type) {

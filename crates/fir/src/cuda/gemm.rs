@@ -99,11 +99,13 @@ struct Tile {
     stages: u32,
     /// On a multiprocessor at once.
     blocks: u32,
+    /// Tiles for each eight multiprocessors below which a smaller one is better.
+    wanted: u32,
 }
 
 impl Tile {
-    const fn new([rows, columns, depth, warp_rows, warp_columns, stages, blocks]: [u32; 7]) -> Self {
-        Self { rows, columns, depth, warp_rows, warp_columns, stages, blocks }
+    const fn new([rows, columns, depth, warp_rows, warp_columns, stages, blocks]: [u32; 7], wanted: u32) -> Self {
+        Self { rows, columns, depth, warp_rows, warp_columns, stages, blocks, wanted }
     }
 
     fn threads(&self) -> u32 {
@@ -114,30 +116,48 @@ impl Tile {
         self.stages * self.depth * (self.rows * x.size() as u32 + self.columns * w.size() as u32)
     }
 
+    /// Shared memory that is not in `smem`: which rows a block has, and with fp8 the scales of its stages.
+    fn lists(&self, w: DType) -> u32 {
+        4 * (self.rows + self.columns) * if is_fp8(w) { 1 + self.stages } else { 1 }
+    }
+
     fn name(&self) -> String {
-        let Self { rows, columns, depth, warp_rows, warp_columns, stages, blocks } = self;
+        let Self { rows, columns, depth, warp_rows, warp_columns, stages, blocks, .. } = self;
         format!("fir::GemmTile<{rows}, {columns}, {depth}, {warp_rows}, {warp_columns}, {stages}, {blocks}>")
     }
 }
 
-/// Tiles for weights of 16 bits, by rows: 16, 64, 128. Narrow ones are for few columns, where wide ones would leave
-/// multiprocessors without work; some 56 KiB of weights are on their way to each.
-const TILES: [Tile; 5] = [
-    Tile::new([16, 32, 128, 16, 16, 8, 2]),
-    Tile::new([16, 64, 128, 16, 16, 5, 2]),
-    Tile::new([64, 32, 64, 32, 16, 6, 2]),
-    Tile::new([64, 64, 64, 32, 32, 4, 3]),
-    Tile::new([128, 128, 64, 64, 64, 3, 2]),
+/// Tiles for weights of 16 bits, small ones first, as measured on an H200 (us, weights of 4096 columns):
+///
+/// | rows x weights | 32 x 32 | 32 x 64 | 64 x 64 | 64 x 128 | 128 x 128 |
+/// |----------------|---------|---------|---------|----------|-----------|
+/// | 32 x 4096      | 18.3    | 22.7    | 30.3    | 41.6     |           |
+/// | 32 x 28672     | 79.9    | 70.7    | 103     | 73.6     |           |
+/// | 64 x 6144      | 39.7    | 29.7    | 34.8    | 45.3     |           |
+/// | 64 x 28672     | 123     | 103     | 107     | 75.0     |           |
+/// | 128 x 4096     |         |         | 32.5    | 42.8     | 60.7      |
+/// | 512 x 4096     |         |         | 84.0    | 64.9     | 61.3      |
+///
+/// 128 x 256 was no faster anywhere.
+const TILES: [Tile; 7] = [
+    Tile::new([16, 32, 128, 16, 16, 8, 2], 0),
+    Tile::new([16, 64, 128, 16, 16, 5, 2], 16),
+    Tile::new([32, 32, 128, 16, 16, 6, 2], 0),
+    Tile::new([32, 64, 128, 32, 16, 4, 2], 8),
+    Tile::new([64, 64, 64, 32, 32, 4, 3], 7),
+    Tile::new([64, 128, 64, 32, 32, 3, 2], 7),
+    Tile::new([128, 128, 64, 64, 64, 3, 2], 7),
 ];
 /// Tiles for weights of 8 bits. A warp holds its sums twice, with scales and without.
-const TILES_FP8: [Tile; 4] = [
-    Tile::new([16, 32, 128, 16, 16, 8, 2]),
-    Tile::new([16, 64, 128, 16, 16, 6, 2]),
-    Tile::new([64, 64, 128, 32, 32, 3, 2]),
-    Tile::new([128, 128, 128, 32, 64, 3, 1]),
+const TILES_FP8: [Tile; 5] = [
+    Tile::new([16, 32, 128, 16, 16, 8, 2], 0),
+    Tile::new([16, 64, 128, 16, 16, 6, 2], 16),
+    Tile::new([32, 32, 128, 16, 16, 6, 2], 0),
+    Tile::new([64, 64, 128, 32, 32, 3, 2], 8),
+    Tile::new([128, 128, 128, 64, 32, 3, 1], 7),
 ];
 /// The one whose operands are read element by element, where memory is not aligned for more.
-const UNALIGNED: [Tile; 2] = [TILES[3], TILES_FP8[2]];
+const UNALIGNED: [Tile; 2] = [TILES[4], TILES_FP8[3]];
 
 /// Columns of a tile of `gemm_any.cuh`.
 const ANY_COLUMNS: u32 = 64;
@@ -281,27 +301,19 @@ impl Chosen {
         }
         let tile = if aligned {
             let tiles = if is_fp8(w) { &TILES_FP8[..] } else { &TILES[..] };
-            // What a block has beside its stages are two lists of rows.
-            let fits = |t: &&Tile| t.smem(x, w) as usize + 4 * (t.rows + t.columns) as usize <= smem;
+            let fits = |t: &&Tile| (t.smem(x, w) + t.lists(w)) as usize <= smem;
             let count =
                 |t: &Tile| shape.groups * each.div_ceil(t.rows as usize) * weight_rows.div_ceil(t.columns as usize);
-            let few = match each {
-                ..=16 => 16,
-                17..=64 => 64,
-                _ => 128,
+            let rows = match each {
+                ..=16 => 16..=16,
+                17..=32 => 32..=32,
+                33..=64 => 32..=64,
+                _ => 32..=128,
             };
-            // The largest tile of which there is one for every multiprocessor, or else the smallest.
-            let mut found = None;
-            for t in tiles.iter().filter(|t| t.rows <= few).filter(fits) {
-                let same = |f: &Tile| f.rows == t.rows;
-                match found {
-                    None => found = Some(*t),
-                    Some(f) if t.rows > f.rows && (t.rows < 128 || count(t) >= sms) => found = Some(*t),
-                    Some(f) if same(&f) && count(t) >= 2 * sms => found = Some(*t),
-                    Some(_) => {}
-                }
-            }
-            found.unwrap_or(tiles[0])
+            // The largest tile of which there are enough for every multiprocessor, or else the smallest.
+            let enough = |t: &&Tile| 8 * count(t) >= t.wanted as usize * sms;
+            let mut able = tiles.iter().filter(|t| rows.contains(&t.rows)).filter(fits);
+            able.rfind(enough).copied().unwrap_or(tiles[0])
         } else {
             UNALIGNED[usize::from(is_fp8(w))]
         };

@@ -46,8 +46,10 @@ pub(crate) struct Panels<'a> {
     pub(crate) cell_bytes: usize,
 }
 
-/// Rows up to which a panel has a block of its own, its columns cut over warps.
-const FEW: usize = 16;
+/// Rows up to which a panel's columns are cut over a block's warps, anew for every 16 of them.
+const FEW: usize = 32;
+/// The same where there are so few panels for each multiprocessor that the other kernel would leave some without work.
+const FEW_OF_FEW_PANELS: (usize, usize) = (64, 4);
 /// Rows of a block of the other kernel.
 const MANY: usize = 64;
 /// Rows that are quantized before they are multiplied: 64 MiB of codes with 8192 columns.
@@ -101,8 +103,10 @@ pub(crate) fn gemm<'a>(
     check(op, "out", &out.as_ref())?;
     let (m, cells) = (x.shape()[0], w.k.div_ceil(CELL));
     let name = cpp(w.format, w.format.bits());
-    let (few, pass) = (m <= FEW, m.min(PASS));
-    let tiles = if few { 1 } else { pass.div_ceil(MANY) * (MANY / PANEL) };
+    let (panels, sms) = (w.n.div_ceil(PANEL), gpu.properties().multiprocessors as usize);
+    let few = m <= FEW || (m <= FEW_OF_FEW_PANELS.0 && panels <= FEW_OF_FEW_PANELS.1 * sms);
+    let tiles_of = |rows: usize| if few { rows.div_ceil(PANEL) } else { rows.div_ceil(MANY) * (MANY / PANEL) };
+    let tiles = tiles_of(m.min(PASS));
     let mut call = Call::new(gpu, op);
     let mut params = BlocksParams {
         x_stride: x.strides()[0] as u64,
@@ -123,18 +127,22 @@ pub(crate) fn gemm<'a>(
     params.scales = call.scratch("scales", tiles * cells * PANEL * 4)?;
     let quantize = gpu.kernel(source("quantize_rows", &w.format.sub().to_string()))?;
     let multiply = gpu.kernel(source(if few { "gemm_few" } else { "gemm_many" }, &name))?;
-    let panels = w.n.div_ceil(PANEL);
     for from in (0..m).step_by(PASS) {
         let rows = PASS.min(m - from);
         params.m = rows as u32;
         params.x = Address(start[0].0 + from as u64 * params.x_stride * sizes[0]);
         params.out = Address(start[1].0 + from as u64 * params.out_stride * sizes[1]);
-        let tiles = if few { 1 } else { rows.div_ceil(MANY) * (MANY / PANEL) };
+        let tiles = tiles_of(rows);
         if cells > 0 {
             let grid = Grid { grid: [cells as u32, tiles as u32, 1], early: true, ..Grid::new(0, 32 * PANEL as u32) };
             call.launch(&quantize, grid, &params)?;
         }
-        let (blocks, warps) = if few { ([panels, 1], 8) } else { ([panels.div_ceil(4), tiles * PANEL / MANY], 4) };
+        // Two blocks to a multiprocessor, each with panels one after the other.
+        let (blocks, warps) = if few {
+            ([panels.min((2 * sms / tiles).max(1)), tiles], 8)
+        } else {
+            ([panels.div_ceil(4), tiles * PANEL / MANY], 4)
+        };
         let grid = [blocks[0] as u32, blocks[1] as u32, 1];
         // As `kStages` of the kernels.
         let stages = if w.cell_bytes > 4096 { 2 } else { 3 };

@@ -125,6 +125,26 @@ fn matches_reference_for_every_format_and_number_of_rows() {
     });
 }
 
+/// More panels than a GPU has blocks at a time, and more cells than a block has warps.
+#[test]
+fn wide_and_deep_weights_give_every_device_the_same_bits() {
+    let mut rng = Rng::new(6);
+    let (n, k) = (4300, 2304);
+    for format in [BlockFormat::Q4_0, BlockFormat::Q4K, BlockFormat::Q8_0] {
+        let data = random_blocks(&mut rng, format, n, k);
+        for m in [3, 9] {
+            let x = rng.tensor(DType::BF16, &[m, k]);
+            let portable = Exec::cpu_with(Level::Portable, 1).unwrap();
+            let w = BlockWeights::pack(&portable, format, &data, n, k).unwrap();
+            let want = bits(&product(&portable, x.view(), &w, DType::F32));
+            every_exec(|exec| {
+                let w = BlockWeights::pack(exec, format, &data, n, k).unwrap();
+                assert_eq!(bits(&product(exec, x.view(), &w, DType::F32)), want, "{exec:?} {format} {m} rows");
+            });
+        }
+    }
+}
+
 #[test]
 fn the_packed_form_is_hardly_larger_than_the_file() {
     let exec = Exec::cpu().unwrap();
