@@ -92,7 +92,7 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Asan => nightly::asan(),
         Command::Jit => gpu::jit()?.run(),
         Command::GpuBundle => gpu::bundle(),
-        Command::Python => python::run(),
+        Command::Python => python::wheel(),
         Command::Lines => step::cargo("test -q -p fir-infer --test it sources::sizes_stay -- --nocapture").run(),
     }
 }

@@ -57,7 +57,7 @@ fn steps() -> Result<Vec<(String, Action)>> {
 }
 
 /// Where cargo builds.
-fn target() -> String {
+pub(crate) fn target() -> String {
     std::env::var("CARGO_TARGET_DIR").unwrap_or_else(|_| "target".into())
 }
 
@@ -74,7 +74,7 @@ pub(crate) fn run() -> Result<()> {
             Action::Jit => gpu::jit().and_then(|step| counted(step, &mut tally)),
             Action::Server => server::run(true),
             Action::Deny => deny::run(),
-            Action::Python => python::run(),
+            Action::Python => python::test(),
         };
         println!("== {} after {:.1} s", if result.is_ok() { "ok" } else { "FAILED" }, start.elapsed().as_secs_f64());
         if let Err(e) = result {
