@@ -63,7 +63,6 @@ fn fused_add_rms_norm_quant(
 }
 
 #[pyfunction]
-#[expect(clippy::too_many_arguments, reason = "the library's own")]
 fn layer_norm_quant(
     py: Python<'_>,
     mut x: Arg,

@@ -6,7 +6,6 @@ use pyo3::prelude::*;
 use super::{Arg, prepare, run};
 
 #[pyfunction]
-#[expect(clippy::too_many_arguments, reason = "three states")]
 fn merge_state(
     py: Python<'_>,
     mut o_a: Arg,

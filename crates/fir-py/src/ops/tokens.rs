@@ -180,7 +180,6 @@ impl Turning {
 }
 
 #[pyfunction]
-#[expect(clippy::too_many_arguments, reason = "the library's own")]
 fn apply_rope(
     py: Python<'_>,
     mut q: Arg,
