@@ -59,7 +59,7 @@ fn wrong_values_name_their_field_and_what_would_do() {
         (r#","structured_outputs":{"regex":"a","choice":["b"]}"#, "structured_outputs", "has 2 of"),
         (r#","structured_outputs":{"choice":[]}"#, "structured_outputs.choice", "not empty"),
         (r#","structured_outputs":{"json":"{"}"#, "structured_outputs.json", "EOF"),
-        (r#","response_format":{"type":"yaml"}"#, "response_format", "unknown variant"),
+        (r#","response_format":{"type":"yaml"}"#, "response_format.type", "unknown variant"),
         (
             r#","response_format":{"type":"json_schema","json_schema":{"schema":3}}"#,
             "response_format.json_schema.schema",
