@@ -110,6 +110,7 @@ fn tokens_of(indptr: &[i32], lens: &[i32], page_size: usize, what: Lens) -> Vec<
 }
 
 /// A value of a variant's parameter, held for a call.
+#[expect(clippy::large_enum_variant, reason = "one, on the stack of one call")]
 enum Value {
     F32(f32),
     I32(i32),
@@ -228,6 +229,7 @@ impl Cache {
 }
 
 /// Where a planned batch has its keys and values.
+#[expect(clippy::large_enum_variant, reason = "one, on the stack of one call")]
 enum Where {
     Nowhere,
     Paged(Table),
@@ -505,6 +507,7 @@ impl MlaPlan {
     }
 }
 
+#[expect(clippy::large_enum_variant, reason = "one to a plan")]
 enum Sparse {
     Fixed(attention::SparsePlan),
     Variable(attention::VariableSparsePlan),

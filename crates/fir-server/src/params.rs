@@ -5,7 +5,7 @@ use std::fmt::Display;
 
 use fir_engine::{Grammar, Sampling};
 use schemars::JsonSchema;
-use serde::Deserialize;
+use serde::{Deserialize, Deserializer};
 use serde_json::Value;
 
 use crate::backend::ModelInfo;
@@ -56,8 +56,10 @@ pub(crate) struct Common {
     ignore_eos: Option<bool>,
     /// The answer comes as it is made, as server-sent events.
     pub(crate) stream: Option<bool>,
+    #[serde(deserialize_with = "object")]
     stream_options: Option<StreamOptions>,
     /// What the answer must be an instance of.
+    #[serde(deserialize_with = "object")]
     structured_outputs: Option<StructuredOutputs>,
     /// Larger runs first.
     priority: Option<i32>,
@@ -108,6 +110,14 @@ pub(crate) struct StructuredOutputs {
     choice: Option<Vec<String>>,
     /// A grammar in Lark's notation.
     grammar: Option<String>,
+}
+
+/// `T` out of an object: serde would also take an array of its fields' values.
+fn object<'de, D: Deserializer<'de>, T: serde::de::DeserializeOwned>(
+    from: D,
+) -> std::result::Result<Option<T>, D::Error> {
+    let map = Option::<serde_json::Map<String, Value>>::deserialize(from)?;
+    map.map(|map| serde_json::from_value(Value::Object(map)).map_err(serde::de::Error::custom)).transpose()
 }
 
 /// The names of the fields of `T`, from its schema.

@@ -14,6 +14,7 @@ use crate::values::{KvOrder, ragged};
 use crate::variant::Rope;
 
 /// Where tokens go: `(page_size, indptr, indices, last_page_len, batch_indices, positions)`, or a mapping to slots.
+#[expect(clippy::large_enum_variant, reason = "one, on the stack of one call")]
 enum Target {
     Tokens(Table, Arg, Arg),
     Mapping(Arg),
@@ -157,6 +158,7 @@ impl Standing {
 }
 
 /// Where angles come from: a `Rope`, or `(table, interleave)`.
+#[expect(clippy::large_enum_variant, reason = "one, on the stack of one call")]
 enum Turning {
     Rope(Rope),
     Cache(Arg, bool),

@@ -122,7 +122,6 @@ impl MlaPlan {
             }
         }
         let mut schedule = Schedule::default();
-        #[cfg_attr(not(feature = "cuda"), expect(unused_mut))]
         let mut backend = backend;
         match &mut backend {
             Backend::Cpu(_) => {
