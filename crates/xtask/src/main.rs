@@ -58,7 +58,11 @@ enum Command {
     /// Makes target/gpu-bundle: tests and benches to run on a machine with a GPU, a driver and NVRTC.
     GpuBundle,
     /// Builds the wheel of the Python package and runs its tests with torch, which is installed for it.
-    Python,
+    Python {
+        /// With the extension of the test profile instead of a wheel, as CI does.
+        #[arg(long)]
+        quick: bool,
+    },
     /// Tries OpenAI's Python client and a fuzzer on the server; installs them from PyPI.
     Server {
         /// Also with the default model behind it.
@@ -92,7 +96,13 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Asan => nightly::asan(),
         Command::Jit => gpu::jit()?.run(),
         Command::GpuBundle => gpu::bundle(),
-        Command::Python => python::wheel(),
+        Command::Python { quick } => {
+            if quick {
+                python::test()
+            } else {
+                python::wheel()
+            }
+        }
         Command::Lines => step::cargo("test -q -p fir-infer --test it sources::sizes_stay -- --nocapture").run(),
     }
 }
