@@ -1,14 +1,9 @@
 """PyTorch's side of `cargo xtask bench-cpu`: answers as `compared.rs --serve` does, on the same inputs."""
 
 import json
-import os
 import re
 import sys
 import time
-
-# PyPI's torch links CUDA libraries, for which the task puts empty files: their functions must not be looked up before
-# they are called, which is never on a CPU.
-sys.setdlopenflags(os.RTLD_LAZY)
 
 import torch
 import torch.nn.functional as F

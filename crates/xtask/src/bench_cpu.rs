@@ -352,7 +352,7 @@ pub(crate) const TORCH_ENV: [(&str, &str); 1] = [("ONEDNN_MAX_CPU_ISA", "AVX512_
 /// A Python that has torch; made under target/ at the first call, 1.4 GB instead of 5 with all of CUDA.
 ///
 /// PyPI has torch with CUDA only. Most of the CUDA libraries it links are not needed for a CPU, only asked for when
-/// torch is loaded, so empty ones of their names do: `compared.py` binds their functions when they are called, never.
+/// torch is loaded, so empty ones of their names do: functions are bound when they are called, never.
 pub(crate) fn torch() -> Result<String> {
     let (dir, ready) = ("target/torch", "target/torch/ready");
     let python = format!("{dir}/bin/python");
@@ -375,6 +375,8 @@ fn stand_ins(python: &str) -> Result<()> {
     let folder = format!("{}/torch/lib", String::from_utf8_lossy(&output.stdout).trim());
     let empty = format!("{folder}/empty.c");
     fs::write(&empty, "")?;
+    // Whatever runs in this environment binds functions when they are called, so that an empty library is enough.
+    fs::write(format!("{folder}/../../lazy.pth"), "import os, sys; sys.setdlopenflags(os.RTLD_LAZY)\n")?;
     for library in ["libtorch_global_deps.so", "libtorch_python.so"] {
         let needed = program("ldd", &format!("{folder}/{library}")).quiet()?;
         for name in needed.lines().filter_map(|l| l.trim().split_once(" => not found")).map(|(name, _)| name) {

@@ -72,7 +72,7 @@ pub(crate) fn run() -> Result<()> {
             Action::Run(step) => step.run(),
             Action::Count(step) => counted(step, &mut tally),
             Action::Jit => gpu::jit().and_then(|step| counted(step, &mut tally)),
-            Action::Server => server::run(true),
+            Action::Server => server::run(false),
             Action::Deny => deny::run(),
             Action::Python => python::test(),
         };
