@@ -98,8 +98,8 @@ pub(super) fn route(exec: &Exec, b: &mut Bytes<'_>) -> Result<()> {
     #[cfg(not(feature = "cuda"))]
     let ran = true;
     if ran && result.is_ok() && tokens.saturating_mul(top_k) < 1 << 16 {
-        // What was chosen can be dispatched; a dry run chose nothing.
-        let dispatch = moe::Dispatch::new(ids.view()?, experts)?;
+        // What was chosen can be dispatched; a dry run chose nothing. Logits may have another shape than was meant.
+        let dispatch = moe::Dispatch::new(ids.view()?, logits.view()?.shape()[1])?;
         assert_eq!(dispatch.pairs().len(), tokens * top_k);
     }
     result
