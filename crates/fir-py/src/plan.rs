@@ -38,6 +38,14 @@ pub(crate) struct Table {
     _ids: Option<(Box<Arg>, Py<PyAny>)>,
 }
 
+/// [`prepare`] for a plan's run, whose second output may be left out.
+fn prepare_run(py: Python<'_>, inputs: &mut [&mut Arg], out: &Arg, lse: Option<&Arg>) -> PyResult<Exec> {
+    match lse {
+        Some(lse) => prepare(py, inputs, &[out, lse]),
+        None => prepare(py, inputs, &[out]),
+    }
+}
+
 /// What a table's lengths count: tokens of the last page, or of the request.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Lens {
@@ -318,10 +326,7 @@ impl BatchPlan {
         kv_layout: KvOrder,
         block_scales: Option<(Arg, Arg)>,
     ) -> PyResult<()> {
-        let exec = match &lse {
-            Some(lse) => prepare(py, &mut [&mut q], &[&out, lse]),
-            None => prepare(py, &mut [&mut q], &[&out]),
-        }?;
+        let exec = prepare_run(py, &mut [&mut q], &out, lse.as_ref())?;
         let cache = Cache::new(k, v, block_scales, (k_scale, v_scale), kv_layout.0)?;
         let values = Values::new(&self.problem.variant, params)?;
         // Locked without the interpreter's lock: who waits for one must not hold the other.
@@ -423,10 +428,7 @@ impl CascadePlan {
         v_scale: f32,
         kv_layout: KvOrder,
     ) -> PyResult<()> {
-        let exec = match &lse {
-            Some(lse) => prepare(py, &mut [&mut q], &[&out, lse]),
-            None => prepare(py, &mut [&mut q], &[&out]),
-        }?;
+        let exec = prepare_run(py, &mut [&mut q], &out, lse.as_ref())?;
         let cache = Cache::new(k, v, None, (k_scale, v_scale), kv_layout.0)?;
         let values = Values::new(&self.variant, params)?;
         run(py, move || {
@@ -492,10 +494,7 @@ impl MlaPlan {
         ckv_scale: f32,
         kpe_scale: f32,
     ) -> PyResult<()> {
-        let exec = match &lse {
-            Some(lse) => prepare(py, &mut [&mut q_nope, &mut q_pe], &[&out, lse]),
-            None => prepare(py, &mut [&mut q_nope, &mut q_pe], &[&out]),
-        }?;
+        let exec = prepare_run(py, &mut [&mut q_nope, &mut q_pe], &out, lse.as_ref())?;
         run(py, move || {
             let mut state = locked(&self.0);
             let (plan, scratch, table) = &mut *state;
@@ -584,10 +583,7 @@ impl SparsePlan {
         sm_scale: Option<f32>,
         params: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<()> {
-        let exec = match &lse {
-            Some(lse) => prepare(py, &mut [&mut q, &mut k, &mut v], &[&out, lse]),
-            None => prepare(py, &mut [&mut q, &mut k, &mut v], &[&out]),
-        }?;
+        let exec = prepare_run(py, &mut [&mut q, &mut k, &mut v], &out, lse.as_ref())?;
         let values = Values::new(&self.variant, params)?;
         run(py, move || {
             let mut state = locked(&self.state);
@@ -620,10 +616,7 @@ fn single(
     kv_layout: KvOrder,
     decode: bool,
 ) -> PyResult<()> {
-    let exec = match &lse {
-        Some(lse) => prepare(py, &mut [&mut q, &mut k, &mut v], &[&out, lse]),
-        None => prepare(py, &mut [&mut q, &mut k, &mut v], &[&out]),
-    }?;
+    let exec = prepare_run(py, &mut [&mut q, &mut k, &mut v], &out, lse.as_ref())?;
     let (values, variant) = (Values::new(&variant.0, params)?, &variant.0);
     run(py, move || {
         let (lse, params) = (lse.as_mut().map(Arg::view_mut).transpose()?, values.params()?);

@@ -456,6 +456,23 @@ fn check_types(op: &'static str, scaled: bool, x: &Scaled<'_>, w: &Scaled<'_>, o
     check_float(op, "out", out)
 }
 
+/// Both sides, the matrix of results, and what a kernel is told about them.
+fn arguments<'a>(
+    call: &mut Call<'a>,
+    x: Scaled<'a>,
+    w: Scaled<'a>,
+    out: TensorMut<'a>,
+) -> Result<(Side, Side, Matrix, GemmParams)> {
+    let op = call.op();
+    x.data.layout().check_listed(op, "x")?;
+    let (xs, ws) = (Side::new(call, ["x", "x.scales"], x)?, Side::new(call, ["w", "w.scales"], w)?);
+    let (to, out_type) = (Matrix::new(op, "out", out.layout())?, out.dtype());
+    let out = call.write("out", out)?;
+    let params = GemmParams::new(&xs, &ws, to.columns);
+    let params = params.to(out, out_type, to.strides, to.is_aligned(out, DType::F16, 16));
+    Ok((xs, ws, to, params))
+}
+
 /// One product, or a batch of them; `scaled` if weights are fp8.
 pub(crate) fn product<'a>(gpu: &'a Gpu, op: &'static str, scaled: bool, p: Product<'a>) -> Result<()> {
     let Product { x, w, out, then } = p;
@@ -463,13 +480,8 @@ pub(crate) fn product<'a>(gpu: &'a Gpu, op: &'static str, scaled: bool, p: Produ
     if out.layout().is_empty() {
         return Ok(());
     }
-    x.data.layout().check_listed(op, "x")?;
     let mut call = Call::new(gpu, op);
-    let (xs, ws) = (Side::new(&mut call, ["x", "x.scales"], x)?, Side::new(&mut call, ["w", "w.scales"], w)?);
-    let (to, out_type) = (Matrix::new(op, "out", out.layout())?, out.dtype());
-    let out = call.write("out", out)?;
-    let mut params = GemmParams::new(&xs, &ws, to.columns);
-    params = params.to(out, out_type, to.strides, to.is_aligned(out, DType::F16, 16));
+    let (xs, ws, to, mut params) = arguments(&mut call, x, w, out)?;
     let mut gate = false;
     match then {
         Then::None => {}
@@ -506,13 +518,8 @@ pub(crate) fn grouped<'a>(
     if out.layout().is_empty() {
         return Ok(());
     }
-    x.data.layout().check_listed(op, "x")?;
     let mut call = Call::new(gpu, op);
-    let (xs, ws) = (Side::new(&mut call, ["x", "x.scales"], x)?, Side::new(&mut call, ["w", "w.scales"], w)?);
-    let (to, out_type) = (Matrix::new(op, "out", out.layout())?, out.dtype());
-    let out = call.write("out", out)?;
-    let mut params = GemmParams::new(&xs, &ws, to.columns);
-    params = params.to(out, out_type, to.strides, to.is_aligned(out, DType::F16, 16));
+    let (xs, ws, to, mut params) = arguments(&mut call, x, w, out)?;
     let kind = Kind::new(&xs, &ws, false);
     let groups = indptr.windows(2).filter(|w| w[0] < w[1]).count();
     let chosen = Chosen::new(gpu, kind, &Shape { groups, rows: to.rows, listed: true }, to.columns);
