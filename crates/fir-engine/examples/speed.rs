@@ -64,7 +64,7 @@ fn report(
     repeat: usize,
     run: &mut dyn FnMut() -> fir_engine::Result<()>,
 ) -> fir_engine::Result<()> {
-    if !name.starts_with(only) {
+    if !only.is_empty() && name != only {
         return Ok(());
     }
     run()?;

@@ -14,6 +14,19 @@ pub(crate) use portable::Portable;
 #[cfg(target_arch = "x86_64")]
 pub(crate) use x86::{Avx2, Avx512};
 
+/// Asks for the lines `ahead` bytes behind those of `x`, wherever that is.
+#[inline(always)]
+pub(crate) fn prefetch_ahead(x: &[u8], ahead: usize) {
+    #[cfg(target_arch = "x86_64")]
+    for at in (0..x.len()).step_by(LINE) {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        // SAFETY: SSE is in the x86-64 baseline, and a prefetch reads nothing, wherever it points.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(x.as_ptr().wrapping_add(at + ahead).cast()) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (x, ahead);
+}
+
 /// Bytes of a cache line.
 const LINE: usize = 64;
 
