@@ -1,7 +1,7 @@
 //! What may enter the dependency tree. `deny.toml` says it; cargo-deny checks it.
 //!
-//! Where cargo-deny is not installed it is built once, into target/tools. Where that fails too, licences and sources
-//! are checked here, from `cargo metadata`, against the same file. What is left out is said.
+//! `cargo xtask deny` builds cargo-deny, where it is not installed, into target/tools, which takes a minute. CI checks
+//! licences and sources from `cargo metadata` against the same file unless cargo-deny is there. What is left out is said.
 
 use std::collections::BTreeSet;
 
@@ -13,15 +13,16 @@ use crate::step::{Step, cargo, program};
 /// An unoptimised build: it takes a third of the time, and checking takes a second.
 const INSTALL: &str = "install cargo-deny --version 0.20.2 --locked --debug --quiet --root target/tools";
 
-pub(crate) fn run() -> Result<()> {
+/// All checks; `install` if cargo-deny is to be built where it is missing.
+pub(crate) fn run(install: bool) -> Result<()> {
     let find = || {
         let here = |tool: &&str| program(tool, "--version").quiet().is_ok();
         ["cargo-deny", "target/tools/bin/cargo-deny"].into_iter().find(here)
     };
-    let tool = find().or_else(|| cargo(INSTALL).run().ok().and_then(|()| find()));
-    let Some(tool) = tool else {
-        println!("cargo-deny cannot be had here: checking licences and sources from `cargo metadata` instead.");
-        println!("NOT checked: advisories, bans.");
+    let build = || cargo(INSTALL).run().ok().and_then(|()| find());
+    let Some(tool) = find().or_else(|| if install { build() } else { None }) else {
+        println!("cargo-deny is not here: checking licences and sources from `cargo metadata` instead.");
+        println!("NOT checked: advisories, bans (`cargo xtask deny` does).");
         return own_check();
     };
     deny(tool, "check licenses bans sources").run()?;

@@ -20,7 +20,7 @@ use clap::Parser;
 #[derive(Parser)]
 #[command(name = "cargo xtask")]
 enum Command {
-    /// Everything CI checks: format, lints, tests, docs, features, examples, benches, the demo, licences.
+    /// Everything CI checks: format, lints, tests, docs, features, examples, benches, the demo, licences and sources.
     Test,
     /// Licences, bans, sources and advisories of the dependencies.
     Deny,
@@ -87,7 +87,7 @@ fn run(command: Command) -> anyhow::Result<()> {
     std::env::set_current_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))?;
     match command {
         Command::Test => test::run(),
-        Command::Deny => deny::run(),
+        Command::Deny => deny::run(true),
         Command::Bench { op, update } => bench::run(op.as_deref(), update),
         Command::BenchCpu { filter, quick, update } => bench_cpu::run(filter.as_deref(), quick, update),
         Command::Server { live } => server::run(live),

@@ -73,7 +73,7 @@ pub(crate) fn run() -> Result<()> {
             Action::Count(step) => counted(step, &mut tally),
             Action::Jit => gpu::jit().and_then(|step| counted(step, &mut tally)),
             Action::Server => server::run(false),
-            Action::Deny => deny::run(),
+            Action::Deny => deny::run(false),
             Action::Python => python::test(),
         };
         println!("== {} after {:.1} s", if result.is_ok() { "ok" } else { "FAILED" }, start.elapsed().as_secs_f64());

@@ -146,12 +146,11 @@ impl<O: Lane> Kernel for Store<'_, O> {
     type Out = ();
     #[inline(always)]
     fn run<V: Vector>(mut self, v: V) {
-        let range = self.out.range();
-        for (p, sums) in self.sums.chunks_exact(kernel::padded(range.len()) * LANES).enumerate() {
-            for (r, sums) in range.clone().zip(sums.chunks_exact(LANES)) {
-                let row = &mut self.out.row(r)[p * LANES..];
-                let width = row.len().min(LANES);
-                narrow(v, &sums[..width], &mut row[..width]);
+        let (range, padded) = (self.out.range(), kernel::padded(self.out.range().len()));
+        // Rows outside: a line of `out` is written once, and whole.
+        for (i, r) in range.enumerate() {
+            for (p, out) in self.out.row(r).chunks_mut(LANES).enumerate() {
+                narrow(v, &self.sums[(p * padded + i) * LANES..][..out.len()], out);
             }
         }
     }

@@ -132,11 +132,13 @@ impl<V: Integers, S: Scales> TileKernel for Multiply<'_, V, S> {
         let rows = acts.len();
         let mut buffer = Aligned([[0i32; SUMS]; 4]);
         let mut last: Option<(usize, usize)> = None;
+        // Two groups to a step: the last cell of a row may have fewer than eight. Where the sums of the step before go.
+        let (steps, mut before) = (prepared[0].cell.groups.div_ceil(2), 0);
         for r in (0..rows).step_by(ROWS) {
             let data: &[i8] = bytemuck::cast_slice(&acts[r..r + ROWS]);
             let left = |step: usize| Left { data: &data[64 * step..], stride: 4 * PITCH };
             for (p, cell) in prepared.iter().enumerate() {
-                for step in 0..4 {
+                for step in 0..steps {
                     if S::INTEGERS {
                         // Low and high, a step of four.
                         let right = Right { data: &cell.right.0[step * TILE..], stride: 4 * TILE };
@@ -147,7 +149,8 @@ impl<V: Integers, S: Scales> TileKernel for Multiply<'_, V, S> {
                     } else {
                         // Two groups: a product of its own.
                         let right = Right { data: &cell.right.0[2 * step * TILE..], stride: TILE };
-                        tiles.begin_i8(left(step), right, &mut buffer.0[(step + 3) % 4]);
+                        tiles.begin_i8(left(step), right, &mut buffer.0[before]);
+                        before = step;
                     }
                     // The cell before, a quarter of its rows beside each step; or all of them, as their sums are
                     // overwritten by the next.
@@ -171,7 +174,7 @@ impl<V: Integers, S: Scales> TileKernel for Multiply<'_, V, S> {
             }
         }
         if let Some((p, r)) = last {
-            tiles.end_i8(&mut buffer.0[if S::INTEGERS { 0 } else { 3 }]);
+            tiles.end_i8(&mut buffer.0[before]);
             let at = (p * rows + r) * LANES;
             let sums = &mut sums[at..at + ROWS * LANES];
             finish::<V, S>(v, &buffer.0, 0..ROWS, &prepared[p], &acts[r..r + ROWS], sums);
