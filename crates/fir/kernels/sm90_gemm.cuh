@@ -48,6 +48,11 @@ template <> struct WgmmaType<bf16> { static constexpr Wgmma value = Wgmma::kBf16
 template <> struct WgmmaType<f16> { static constexpr Wgmma value = Wgmma::kF16; };
 template <> struct WgmmaType<e4m3> { static constexpr Wgmma value = Wgmma::kE4m3; };
 
+template <class T> struct HalfOf { using type = T; };
+template <> struct HalfOf<e4m3> { using type = bf16; };
+
+__device__ __forceinline__ u32 min_of(u32 a, u32 b) { return a < b ? a : b; }
+
 // The same box to both blocks of the cluster, and to a barrier of each.
 __device__ __forceinline__ void tma_load_both(u32 to, const TensorMap* map, u32 barrier, int c0, int c1, int c2) {
   asm volatile(
@@ -76,16 +81,18 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) sm90_gemm(const __grid_cons
   const GemmParams& p = all.gemm;
   extern __shared__ __align__(1024) u8 smem[];
   __shared__ __align__(8) u64 barriers[2 * kStages];
+  __shared__ float unit;
   const u32 base = shared_address(smem), full = shared_address(barriers), empty = full + 8 * kStages;
   const u32 group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0), rank = kCluster > 1 ? cluster_rank() : 0;
   if (threadIdx.x == 0) {
-    tma_prefetch(&all.x_map);
+    if constexpr (!kGather) tma_prefetch(&all.x_map);
     tma_prefetch(&all.w_map);
     for (u32 i = 0; i < kStages; ++i) {
       barrier_init(full + 8 * i, kGather ? 129 : 1);
       barrier_init(empty + 8 * i, 4 * kConsumers * kCluster);
     }
     barrier_init_done();
+    unit = 1.f;
   }
   if constexpr (kCluster > 1) cluster_sync();
   else __syncthreads();
@@ -162,73 +169,149 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) sm90_gemm(const __grid_cons
     constexpr u32 kPitch = 40;
     float* sums = reinterpret_cast<float*>(smem + kStages * kStage) + (consumer * 4 + warp) * 16 * kPitch;
     for (u32 index = blockIdx.x / kCluster; index < all.tiles; index += gridDim.x / kCluster) {
-      const Place place = place_of(index);
+      Place place = place_of(index);
       if (place.first >= place.end) continue;
-      const u32 first = place.first + rank * kRows + consumer * 64 + warp * 16;  // of the warp
+      const u32 in_tile = rank * kRows + consumer * 64 + warp * 16;  // the warp's first row
       float acc[kColumns / 2], total[kFold ? kColumns / 2 : 1];
       if constexpr (kFold) {
 #pragma unroll
         for (int i = 0; i < kColumns / 2; ++i) total[i] = 0.f;
       }
-      // Scales of this thread's two rows, and of the tile's columns if they share one; counted down instead of divided.
-      const float *x_scales[2] = {}, *w_scales = nullptr;
+      // Scales of this thread's first row, of the row 8 below, and of the tile's columns, if they share one. Where there
+      // are none there is a 1, and where there is one for all of k it stays.
+      const float *x_scales = &unit, *w_scales = &unit;
+      u32 below = 0;
       const bool by_column = kScaled && p.w_scales && p.w_block_rows % 128 != 0 && p.w_block_rows < p.n;
-      u32 x_left = p.x_block_columns, w_left = p.w_block_columns;
       if constexpr (kScaled) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const u32 row = first + lane / 4 + 8 * h;
-          x_scales[h] = x_scales_of(p, place.batch, row < place.end ? row : place.first);
+        if (p.x_scales) {
+          const u32 row = place.first + in_tile + lane / 4, last = place.end - 1;
+          x_scales = x_scales_of(p, place.batch, row < last ? row : last);
+          below = x_scales_of(p, place.batch, row + 8 < last ? row + 8 : last) - x_scales;
         }
-        if (!by_column) w_scales = w_scales_of(p, place.weight, place.column);
+        if (p.w_scales && !by_column) w_scales = w_scales_of(p, place.weight, place.column);
       }
-      u32 previous = 0;
-      for (u32 step = 0; step < steps; ++step) {
-        float scale[2] = {1.f, 1.f};
-        if constexpr (kScaled) {
-          const float w = w_scales ? *w_scales : 1.f;
-#pragma unroll
-          for (int h = 0; h < 2; ++h) scale[h] = x_scales[h] ? *x_scales[h] * w : w;
-          x_left -= kDepth, w_left -= kDepth;
-          if (x_left == 0) x_left = p.x_block_columns, x_scales[0] += x_scales[0] != nullptr, x_scales[1] += x_scales[1] != nullptr;
-          if (w_left == 0) w_left = p.w_block_columns, w_scales += w_scales != nullptr;
-        }
-        barrier_wait(full + 8 * stage, parity);
-        if constexpr (kGather) fence_async_proxy();
-        const u32 at = base + stage * kStage;
+      u32 x_step = p.x_scales && p.x_block_columns == 128, w_step = p.w_scales && p.w_block_columns == 128;
+      asm volatile("" : "+r"(x_step), "+r"(w_step));  // numbers, not branches, of which ptxas would make loops of their own that spill
+      // Products of one stage, begun.
+      auto begin = [&](float (&to)[kColumns / 2], u32 at, u32 add) {
         const u64 a = wgmma_tile(at + consumer * 64 * 128, 0, 1024), b = wgmma_tile(at + kParts * kX, 0, 1024);
         wgmma_fence();
 #pragma unroll
         for (u32 part = 0; part < kParts; ++part) {
 #pragma unroll
-          for (u32 j = 0; j < 4; ++j) {
-            wgmma<kType, 0, 0>(acc, a + ((part * kX + 32 * j) >> 4), b + ((part * kW + 32 * j) >> 4), kFold ? (part | j) != 0 : (step | j) != 0);
-          }
+          for (u32 j = 0; j < 4; ++j) wgmma<kType, 0, 0>(to, a + ((part * kX + 32 * j) >> 4), b + ((part * kW + 32 * j) >> 4), add | part | j);
         }
         wgmma_commit();
-        if constexpr (kFold) {
-          wgmma_wait<0>();
-          release(stage);
+      };
+      auto next_stage = [&] {
+        barrier_wait(full + 8 * stage, parity);
+        if constexpr (kGather) fence_async_proxy();
+        const u32 now = stage;
+        if (++stage == kStages) stage = 0, parity ^= 1;
+        return now;
+      };
+      if constexpr (kFold) {
+        // Two sets of sums: one is made while the other is added. Straight on for six stages, as ptxas lets no sums that
+        // are read be under way around a loop (C7514).
+        float other[kColumns / 2];
+        struct Scales { float x[2], w; } scale, other_scale;
+        auto next_scale = [&](Scales& to) {
+          if constexpr (kScaled) {
+            to = {{x_scales[0], x_scales[below]}, *w_scales};
+            x_scales += x_step, w_scales += w_step;
+          }
+        };
+        u32 one, two;
+        auto begin_one = [&] { next_scale(scale), one = next_stage(), begin(acc, base + one * kStage, 0); };
+        auto begin_two = [&] { next_scale(other_scale), two = next_stage(), begin(other, base + two * kStage, 0); };
+        auto fold = [&](const float (&from)[kColumns / 2], const Scales& by, u32 read) {
+          release(read);
+          const float scale[2] = {by.x[0] * by.w, by.x[1] * by.w};
 #pragma unroll
           for (int i = 0; i < kColumns / 2; ++i) {
-            if constexpr (kScaled) total[i] = fmaf(acc[i], scale[i / 2 % 2], total[i]);
-            else total[i] += acc[i];
+            if constexpr (kScaled) total[i] = fmaf(from[i], scale[i / 2 % 2], total[i]);
+            else total[i] += from[i];
           }
-        } else {
+        };
+        auto both = [&](auto pairs) {
+          begin_one();
+#pragma unroll
+          for (u32 i = 0; i + 1 < decltype(pairs)::value; ++i) {
+            begin_two();
+            wgmma_wait<1>();
+            fold(acc, scale, one);
+            begin_one();
+            wgmma_wait<1>();
+            fold(other, other_scale, two);
+          }
+          begin_two();
           wgmma_wait<1>();
-          if (step > 0) release(previous);
-          previous = stage;
+          fold(acc, scale, one);
+          wgmma_wait<0>();
+          fold(other, other_scale, two);
+        };
+        u32 left = steps;
+        for (; left >= 6; left -= 6) both(Constant<3>{});
+        for (; left >= 2; left -= 2) both(Constant<1>{});
+        if (left > 0) {
+          begin_one();
+          wgmma_wait<0>();
+          fold(acc, scale, one);
         }
-        if (++stage == kStages) stage = 0, parity ^= 1;
-      }
-      if constexpr (!kFold) {
+      } else {
+        u32 previous = next_stage();
+        begin(acc, base + previous * kStage, 0);
+        for (u32 step = 1; step < steps; ++step) {
+          const u32 now = next_stage();
+          begin(acc, base + now * kStage, 1);
+          wgmma_wait<1>();
+          release(previous);
+          previous = now;
+        }
         wgmma_wait<0>();
         release(previous);
       }
+      if constexpr (kFold) {
+        // Asked again, so that it takes no registers until here.
+        u32 again = index;
+        asm volatile("" : "+r"(again)::"memory");
+        place = place_of(again);
+      }
+      const u32 first = place.first + in_tile;
       if (first >= place.end) continue;
 
       // Through shared memory, so that a warp writes whole sectors: 32 sums of a row at a time, with a gate 16 of either kind.
       const Store store(p, place.batch);
+      if constexpr (!kGate && kColumns >= 64) {
+        using Half = typename HalfOf<T>::type;
+        if (p.then == 0 && p.out_type == (is_same<Half, bf16>::value ? 2 : 1) && p.vector && p.n % 8 == 0 && !by_column) {
+          // Nothing but rounding: 64 columns at a time, 16-byte units swizzled by row.
+          u16* rows[4];
+          const u32 unit = lane % 8, to = shared_address(sums), row = lane % 16;
+#pragma unroll
+          for (u32 i = 0; i < 4; ++i) rows[i] = static_cast<u16*>(p.out) + store.row(p, min_of(first + lane / 8 + 4 * i, place.end - 1)) + place.column + unit * 8;
+#pragma unroll
+          for (u32 c = 0; c < kColumns / 64; ++c) {
+            __syncwarp();  // the last ones were read
+#pragma unroll
+            for (u32 g = 0; g < 8; g += 2) {
+              const float* y;
+              if constexpr (kFold) y = total + 32 * c + 4 * g;
+              else y = acc + 32 * c + 4 * g;
+              stmatrix_x4(to + row * 128 + ((g + lane / 16) ^ (row & 7)) * 16, pack2<Half>(y[0], y[1]), pack2<Half>(y[2], y[3]), pack2<Half>(y[4], y[5]),
+                          pack2<Half>(y[6], y[7]));
+            }
+            __syncwarp();
+#pragma unroll
+            for (u32 i = 0; i < 4; ++i) {
+              const u32 r = lane / 8 + 4 * i;
+              const Chunk chunk = *reinterpret_cast<const Chunk*>(reinterpret_cast<const u8*>(sums) + r * 128 + (unit ^ (r & 7)) * 16);
+              if (first + r < place.end && place.column + 64 * c + unit * 8 < p.n) fir::store(rows[i] + 64 * c, chunk);
+            }
+          }
+          continue;
+        }
+      }
       constexpr u32 kChunk = kGate ? 16 : 32, kUnits = kChunk / 8;
 #pragma unroll 1
       for (u32 c = 0; c < kColumns / 32; ++c) {
