@@ -17,6 +17,8 @@ fn the_number_of_rows_chooses_the_tile() {
         ([40, 4096, 512], DType::BF16),
         ([100, 512, 512], DType::BF16),
         ([4096, 4096, 64], DType::BF16),
+        ([64, 28672, 4096], DType::BF16),
+        ([256, 4096, 512], DType::F16),
         // Rows that do not begin on 16 bytes; f32.
         ([3, 40, 77], DType::BF16),
         ([3, 40, 80], DType::F32),
