@@ -190,8 +190,9 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) sm90_gemm(const __grid_cons
         }
         if (p.w_scales && !by_column) w_scales = w_scales_of(p, place.weight, place.column);
       }
-      u32 x_step = p.x_scales && p.x_block_columns == 128, w_step = p.w_scales && p.w_block_columns == 128;
-      asm volatile("" : "+r"(x_step), "+r"(w_step));  // numbers, not branches, of which ptxas would make loops of their own that spill
+      // Which scales change every 128 columns. A number, not branches, of which ptxas would make loops of their own that spill.
+      u32 change = (p.x_scales && p.x_block_columns == 128 ? 1 : 0) | (p.w_scales && p.w_block_columns == 128 ? 2 : 0);
+      asm volatile("" : "+r"(change));
       // Products of one stage, begun.
       auto begin = [&](float (&to)[kColumns / 2], u32 at, u32 add) {
         const u64 a = wgmma_tile(at + consumer * 64 * 128, 0, 1024), b = wgmma_tile(at + kParts * kX, 0, 1024);
@@ -218,7 +219,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) sm90_gemm(const __grid_cons
         auto next_scale = [&](Scales& to) {
           if constexpr (kScaled) {
             to = {{x_scales[0], x_scales[below]}, *w_scales};
-            x_scales += x_step, w_scales += w_step;
+            x_scales += change & 1, w_scales += change >> 1;
           }
         };
         u32 one, two;
