@@ -69,7 +69,7 @@ impl Tile {
 /// | 64 x 28672     | 81.7    | 75.3    | 71.6     | 87.4      | 108       | 71.6   | 76.6     |
 ///
 /// With two blocks to a multiprocessor 64 x 28672 takes 69.8, and 64 x 4096 29. Groups: 32 of 256 rows by 4096 x 4096 each take
-/// 397 us (852 through `gemm.cuh`), 8 of 64 rows 79 (109, cuBLAS 80): 3.4 TB/s of weights. Gathered rows with a gate, 8192 of
+/// 397 us (852 through `gemm.cuh`), 8 of 64 rows 77 (109, cuBLAS 80): 3.5 TB/s of weights. Gathered rows with a gate, 8192 of
 /// 8 experts of 4096 x 14336: 3.9 ms (5.8).
 const TILES: [Tile; 6] = [
     Tile::new([64, 32, 15, 1, 1], 105),
@@ -176,6 +176,8 @@ impl Choice {
                 dims: &[p.k.into(), rows, matrices],
                 strides: &[stride, apart],
                 shape: &[128 / size as u32, box_rows, 1],
+                // 8 groups of 64 rows: 77.1 us against 79.1; products of many rows gain nothing.
+                in_order: blocks > 1,
             })
         };
         let weight_rows = u64::from(p.n) * if self.gate { 2 } else { 1 };

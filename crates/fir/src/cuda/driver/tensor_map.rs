@@ -10,7 +10,8 @@ use crate::error::{Error, Result};
 use crate::tensor::DType;
 
 const SWIZZLE_128: i32 = 3;
-const L2_PROMOTION_128: i32 = 2;
+const FETCH_128: i32 = 2;
+const FETCH_256: i32 = 3;
 
 /// `CUtensorMap`, as the driver encodes it; a kernel's parameter, by value. On a dry run, what it would be of.
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
@@ -30,6 +31,8 @@ pub(crate) struct Boxes<'a> {
     pub(crate) strides: &'a [u64],
     /// Elements of a box along each dimension, at most 256; 128 bytes along the first.
     pub(crate) shape: &'a [u32],
+    /// Whether what L2 lacks is fetched 256 bytes at a time and not 128: for what is read once, in order.
+    pub(crate) in_order: bool,
 }
 
 impl Boxes<'_> {
@@ -50,7 +53,7 @@ struct Aligned(TensorMap);
 impl Context {
     /// The map that kernels take.
     pub(crate) fn tensor_map(&self, of: &Boxes<'_>) -> Result<TensorMap> {
-        let Boxes { start, dtype, dims, strides, shape } = *of;
+        let Boxes { start, dtype, dims, strides, shape, in_order } = *of;
         let rank = dims.len();
         if !(1..=5).contains(&rank) || strides.len() + 1 != rank || shape.len() != rank {
             let got = format!("{rank} dimensions, {} strides, a box of {}", strides.len(), shape.len());
@@ -82,7 +85,7 @@ impl Context {
                 ones.as_ptr(),
                 0,
                 SWIZZLE_128,
-                L2_PROMOTION_128,
+                if in_order { FETCH_256 } else { FETCH_128 },
                 0,
             )
         )?;
