@@ -31,7 +31,7 @@ struct GemmParams {
   u32 weights;        // matrices of w; an id past them is taken for the last
   u32 wide_ids;       // ids are i64
   u32 x_block_rows, x_block_columns, w_block_rows, w_block_columns;
-  u32 fold;           // columns after which scales change
+  u32 fold;           // columns after which sums are added up outside of the tensor cores, as scales change or the output is f32
   u32 x_type, w_type, out_type, bias_type;  // 0 f32, 1 f16, 2 bf16, 3 e4m3, 4 e5m2
   u32 then;           // 1: bias is added, 2: out is added to
   u32 gate;           // 0 silu, 1 gelu, 2 gelu by tanh
