@@ -22,6 +22,7 @@ fn main() -> fir::Result<()> {
 #[cfg(feature = "cuda")]
 mod gpu {
     mod attention;
+    mod gemm;
     mod sampling;
 
     use std::time::Instant;
@@ -76,6 +77,7 @@ mod gpu {
         for (tokens, goal, peer) in APPEND {
             suite.append(tokens, goal, peer)?;
         }
+        gemm::run(&suite)?;
         attention::run(&suite)?;
         sampling::run(&suite)?;
         suite.bench("nothing", Work::Bytes(0), Goal::Us(0.0), "", || Ok(()), || Ok(()))

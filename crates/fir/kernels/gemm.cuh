@@ -6,11 +6,12 @@
 // the registers, exactly, so sums have f32's precision whatever the type. Its scales meet the sums: those of whole rows
 // at the end, those of parts (a multiple of 128 columns) where a part ends.
 //
-// Tensor cores cut what they add to a sum off instead of rounding it: at k = 4096 a sum in f32 is up to 4 times as far off
-// as one rounded at every step (5e-7 of the sum of |x w|). Nothing of that is left in an output of 16 bits.
+// Tensor cores cut what they add to a sum off instead of rounding it: at k = 4096 a sum in f32 is up to 5 times as far off
+// as one rounded at every step (5e-7 of the sum of |x w|). Nothing of that is left in an output of 16 bits; for one of f32
+// (kExact) the sums of 128 columns are added up outside.
 //
-// An output is one chain of m16n8k16 instructions along k, in order, in every tile below: its bits depend on its row of
-// x and its row of w alone, not on how many rows there are. Hence no split along k; few rows fill the device by narrow
+// An output is one chain of m16n8k16 instructions along k (or along 128 columns of it), in order, in every tile below: its
+// bits depend on its row of x and its row of w alone, not on how many rows there are. Hence no split along k; few rows fill the device by narrow
 // tiles instead, and are bound by reading the weights.
 //
 // grid   (row tiles * column tiles, batch)   16 row tiles beside each other, then the next columns
@@ -135,13 +136,13 @@ struct Copies {
 // The fragments of a warp come in two ways. ldmatrix of 16-bit rows puts columns 2q, 2q + 1 and 8 + 2q, 9 + 2q of a step's
 // 16 into lane q's registers. Of fp8 rows it puts columns 4q to 4q + 3, which are taken for the same places: the sum of a
 // step does not mind, as long as x is read likewise.
-template <class X, class W, class Tile, bool kGate, bool kVector>
+template <class X, class W, class Tile, bool kGate, bool kVector, bool kExact>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks) gemm(const __grid_constant__ GemmParams p) {
   using T = typename MmaType<X, W>::type;
   constexpr int kRows = Tile::kRows, kColumns = Tile::kColumns, kDepth = Tile::kDepth, kStages = Tile::kStages;
   constexpr int kThreads = Tile::kThreads, kMt = Tile::kWarpRows / 16, kNt = Tile::kWarpColumns / 8;
   constexpr int kWarpsAcross = kColumns / Tile::kWarpColumns;
-  constexpr bool kScaled = sizeof(W) == 1;
+  constexpr bool kScaled = sizeof(W) == 1, kTwice = kScaled || kExact;
   constexpr int kXRow = kDepth * sizeof(X), kWRow = kDepth * sizeof(W);  // bytes of a row in shared memory
   constexpr int kStage = kRows * kXRow + kColumns * kWRow;
   static_assert(kXRow >= 128 && kWRow >= 128 && kNt % 2 == 0, "8 units to swizzle, columns in pairs of 8");
@@ -149,7 +150,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks) gemm(const __gr
   __shared__ u32 x_rows[kRows], w_rows[kColumns];  // kNone: no such row
   wait_for_previous();
 
-  const Place place = find_place<kRows, kColumns, kGate>(p);
+  const Place place = find_place<kRows, kGate ? kColumns / 2 : kColumns>(p, blockIdx.x, blockIdx.y);
   if (place.first >= place.end) return;
   const u8* x = static_cast<const u8*>(p.x) + blockIdx.y * p.x_batch * sizeof(X);
   const u8* w = static_cast<const u8*>(p.w) + place.weight * p.w_batch * sizeof(W);
@@ -194,7 +195,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks) gemm(const __gr
   if constexpr (kScaled) {
     static_assert(kRows + kColumns <= kThreads, "a thread to a row");
     if (tid < kRows + kColumns) {
-      scale_row = tid < kRows ? x_scales_of(p, x_rows[tid]) : w_scales_of(p, place.weight, w_rows[tid - kRows]);
+      scale_row = tid < kRows ? x_scales_of(p, place.batch, x_rows[tid]) : w_scales_of(p, place.weight, w_rows[tid - kRows]);
 #pragma unroll
       for (u32 s = 0; s < kStages; ++s) {
         if (!scale_row) scales[s][tid] = 1.f;
@@ -285,26 +286,28 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks) gemm(const __gr
     }
   };
 
-  // Sums with scales; without, these are the sums themselves.
-  constexpr int kTotals = kScaled ? kNt : 1;
-  float total[kScaled ? kMt : 1][kTotals][4] = {};
+  // What parts of k came to, with their scales.
+  float total[kTwice ? kMt : 1][kTwice ? kNt : 1][4] = {};
   auto fold = [&](u32 stage) {
+    float by_row[kMt][2];
+    float2 by_column[kNt];
     if constexpr (kScaled) {
-      float by_row[kMt][2];
-      float2 by_column[kNt];
       const float* rows = scales[stage] + warp_row + lane / 4;
       const float* columns = scales[stage] + kRows + warp_column * Tile::kWarpColumns + lane % 4 * 2;
 #pragma unroll
       for (int m = 0; m < 2 * kMt; ++m) by_row[m / 2][m % 2] = rows[m * 8];
 #pragma unroll
       for (int n = 0; n < kNt; ++n) by_column[n] = *reinterpret_cast<const float2*>(columns + n * 8);
+    }
+    if constexpr (kTwice) {
 #pragma unroll
       for (int m = 0; m < kMt; ++m) {
 #pragma unroll
         for (int n = 0; n < kNt; ++n) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            total[m][n][i] = fmaf(acc[m][n][i], by_row[m][i / 2] * (i % 2 ? by_column[n].y : by_column[n].x), total[m][n][i]);
+            if constexpr (kScaled) total[m][n][i] = fmaf(acc[m][n][i], by_row[m][i / 2] * (i % 2 ? by_column[n].y : by_column[n].x), total[m][n][i]);
+            else total[m][n][i] += acc[m][n][i];
             acc[m][n][i] = 0.f;
           }
         }
@@ -326,7 +329,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks) gemm(const __gr
     cp_async_commit();
     multiply(stage);
     until_fold -= kDepth;
-    if (kScaled && (step + 1 == steps || until_fold == 0)) fold(stage), until_fold = p.fold;
+    if (kTwice && (step + 1 == steps || until_fold == 0)) fold(stage), until_fold = p.fold;
     stage = stage + 1 == kStages ? 0 : stage + 1;
   }
   start_next();
@@ -344,10 +347,10 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks) gemm(const __gr
       float y[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        if constexpr (kScaled) y[i] = total[m][n][i];
+        if constexpr (kTwice) y[i] = total[m][n][i];
         else y[i] = acc[m][n][i];
         if constexpr (kGate) {
-          if constexpr (kScaled) y[i] = gate(p, y[i]) * total[m][n + kNt / 2][i];
+          if constexpr (kTwice) y[i] = gate(p, y[i]) * total[m][n + kNt / 2][i];
           else y[i] = gate(p, y[i]) * acc[m][n + kNt / 2][i];
         }
       }
@@ -357,7 +360,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks) gemm(const __gr
     }
   }
   __syncthreads();
-  const Store store(p);
+  const Store store(p, place.batch);
 #pragma unroll 1
   for (u32 i = tid; i < kRows * (kOut / 8); i += kThreads) {
     const u32 row = i / (kOut / 8), column = i % (kOut / 8) * 8;

@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(256) gemm_any(const __grid_constant__ GemmPara
   __shared__ float xs[kDepth][kRows + 1], ws[kDepth][kColumns + 4];
   __shared__ u32 x_rows[kRows], w_rows[kColumns];
   wait_for_previous();
-  const Place place = find_place<kRows, kColumns, kGate>(p);
+  const Place place = find_place<kRows, kGate ? kColumns / 2 : kColumns>(p, blockIdx.x, blockIdx.y);
   if (place.first >= place.end) return;
   // A thread's four columns lie together; with a gate two of them are gates and two what they multiply.
   list_rows<kRows, kColumns, kGate, 4, kThreads>(p, place, x_rows, w_rows);
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(256) gemm_any(const __grid_constant__ GemmPara
       float v = 0.f;
       if (r != kNone && column < p.k) {
         v = load_any(p.x, x_at + r * p.x_stride + column, p.x_type);
-        if (p.x_scales) v *= x_scale(p, r, column);
+        if (p.x_scales) v *= x_scale(p, place.batch, r, column);
       }
       xs[column - k0][row] = v;
     }
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(256) gemm_any(const __grid_constant__ GemmPara
     __syncthreads();
   }
   start_next();
-  const Store store(p);
+  const Store store(p, place.batch);
 #pragma unroll
   for (int i = 0; i < kHigh; ++i) {
     const u32 row = place.first + down + 16 * i;

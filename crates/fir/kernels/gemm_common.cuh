@@ -31,31 +31,31 @@ struct GemmParams {
   u32 weights;        // matrices of w; an id past them is taken for the last
   u32 wide_ids;       // ids are i64
   u32 x_block_rows, x_block_columns, w_block_rows, w_block_columns;
-  u32 fold;           // columns after which scales change
+  u32 fold;           // columns after which sums are added up outside of the tensor cores, as scales change or the output is f32
   u32 x_type, w_type, out_type, bias_type;  // 0 f32, 1 f16, 2 bf16, 3 e4m3, 4 e5m2
   u32 then;           // 1: bias is added, 2: out is added to
   u32 gate;           // 0 silu, 1 gelu, 2 gelu by tanh
   u32 vector;         // out may be written eight columns at a time
-  u32 unused;
+  u32 beside;         // row tiles that come one after another before the next columns
 };
 
 constexpr u32 kNone = 0xffffffffu;
 
 template <u32 kValue> struct Constant { static constexpr u32 value = kValue; };
 
-// Rows `first` to `end` of the product, columns from `column` on, by matrix `weight`.
-struct Place { u32 weight, first, end, column; };
+// Rows `first` to `end` of the product, columns from `column` on, by matrix `weight`; of matrix `batch` of x and out.
+struct Place { u32 weight, first, end, column, batch; };
 
-template <int kRows, int kColumns, bool kGate>
-__device__ __forceinline__ Place find_place(const GemmParams& p) {
-  constexpr u32 kOut = kGate ? kColumns / 2 : kColumns, kBeside = 16;
-  const u32 columns = (p.n + kOut - 1) / kOut, band = blockIdx.x / (kBeside * columns), in = blockIdx.x % (kBeside * columns);
-  const u32 above = band * kBeside, height = p.row_tiles - above < kBeside ? p.row_tiles - above : kBeside;
+// The tile `index` of matrix `batch`.
+template <int kRows, int kOut>
+__device__ __forceinline__ Place find_place(const GemmParams& p, u32 index, u32 batch) {
+  const u32 columns = (p.n + kOut - 1) / kOut, band = index / (p.beside * columns), in = index % (p.beside * columns);
+  const u32 above = band * p.beside, height = p.row_tiles - above < p.beside ? p.row_tiles - above : p.beside;
   const u32 tile = above + in % height;
-  Place place{blockIdx.y, tile * kRows, p.m, in / height * kOut};
+  Place place{batch, tile * kRows, p.m, in / height * kOut, batch};
   if (p.tiles) {
     const u32* t = p.tiles + 3 * u64(tile);
-    place = {t[0], t[1], t[2], place.column};
+    place.weight = t[0], place.first = t[1], place.end = t[2];
     if (p.weight_ids && place.first < place.end) {
       const u64 id = p.wide_ids ? static_cast<const u64*>(p.weight_ids)[t[0]] : static_cast<const u32*>(p.weight_ids)[t[0]];
       place.weight = id < p.weights ? u32(id) : p.weights - 1;
@@ -83,16 +83,16 @@ __device__ __forceinline__ void list_rows(const GemmParams& p, const Place& plac
 }
 
 // Where the scales of a row are; null if there are none.
-__device__ __forceinline__ const float* x_scales_of(const GemmParams& p, u32 row) {
+__device__ __forceinline__ const float* x_scales_of(const GemmParams& p, u32 batch, u32 row) {
   if (!p.x_scales || row == kNone) return nullptr;
-  return p.x_scales + blockIdx.y * p.xs_batch + row / p.x_block_rows * p.xs_stride;
+  return p.x_scales + batch * p.xs_batch + row / p.x_block_rows * p.xs_stride;
 }
 __device__ __forceinline__ const float* w_scales_of(const GemmParams& p, u32 weight, u32 row) {
   if (!p.w_scales || row == kNone) return nullptr;
   return p.w_scales + weight * p.ws_batch + row / p.w_block_rows * p.ws_stride;
 }
-__device__ __forceinline__ float x_scale(const GemmParams& p, u32 row, u32 k) {
-  const float* scales = x_scales_of(p, row);
+__device__ __forceinline__ float x_scale(const GemmParams& p, u32 batch, u32 row, u32 k) {
+  const float* scales = x_scales_of(p, batch, row);
   return scales ? scales[k / p.x_block_columns] : 1.f;
 }
 __device__ __forceinline__ float w_scale(const GemmParams& p, u32 weight, u32 row, u32 k) {
@@ -117,7 +117,7 @@ __device__ __forceinline__ float gate(const GemmParams& p, float x) {
 // Sums on their way to `out`.
 struct Store {
   u64 batch;
-  __device__ __forceinline__ explicit Store(const GemmParams& p) : batch(blockIdx.y * p.out_batch) {}
+  __device__ __forceinline__ Store(const GemmParams& p, u32 matrix) : batch(matrix * p.out_batch) {}
 
   __device__ __forceinline__ u64 row(const GemmParams& p, u32 r) const {
     return batch + (p.out_rows ? p.out_rows[r] : r) * p.out_stride;

@@ -58,7 +58,7 @@ fn build(arch: Option<&str>, filter: &str, out: &mut (impl Write + Send)) -> Res
         Some(name) => name.parse::<Arch>().map_err(|()| anyhow!("{name}: expected one such as {}", Arch::HOPPER))?,
         None => Gpu::new(0)?.properties().arch,
     };
-    let kernels: Vec<_> = jit::kernels().into_iter().filter(|k| k.name().contains(filter)).collect();
+    let kernels: Vec<_> = jit::kernels().into_iter().filter(|k| k.runs_on(arch) && k.name().contains(filter)).collect();
     writeln!(out, "{} kernels for {arch}, by {}", kernels.len(), jit::compiler()?)?;
     let (begin, next, failed) = (Instant::now(), AtomicUsize::new(0), AtomicUsize::new(0));
     let (out, cores) = (Mutex::new(out), std::thread::available_parallelism()?.get());

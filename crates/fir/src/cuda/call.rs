@@ -71,9 +71,20 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// Address of a copy of values that the caller has in this process's memory whatever the device. It waits for the copy.
+    /// Address of a copy of values that the caller has in this process's memory whatever the device. Waits for long copies
+    /// alone: others start from pinned memory that is kept.
     pub(crate) fn upload(&mut self, arg: &'static str, values: &[impl Pod]) -> Result<Address> {
-        self.stage(arg, bytemuck::cast_slice(values)).map(|(address, _)| address)
+        const LONG: usize = 1 << 20;
+        let bytes: &[u8] = bytemuck::cast_slice(values);
+        if bytes.len() > LONG {
+            return self.stage(arg, bytes).map(|(address, _)| address);
+        }
+        let address = self.scratch(arg, bytes.len())?;
+        match self.args.last() {
+            Some(Arg { buffer: Some(buffer), .. }) if !bytes.is_empty() => self.gpu.send(bytes, buffer)?,
+            _ => {}
+        }
+        Ok(address)
     }
 
     /// Address of memory with anything in it, for one kernel of the call to hand to the next.

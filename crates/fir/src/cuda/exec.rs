@@ -4,7 +4,7 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, OnceLock};
 
 use super::arch::Arch;
-use super::driver::{Buffer, Context, Function, Pinned, Properties, Stream};
+use super::driver::{Boxes, Buffer, Context, Function, Pinned, Properties, Stream, TensorMap};
 use super::dry::{Launch, Recorder};
 use super::jit::{self, Source};
 use super::nvrtc::Nvrtc;
@@ -174,6 +174,14 @@ impl Gpu {
         let sent = pinned.send(bytes, to);
         self.device.staging.lock().unwrap_or_else(|e| e.into_inner()).push_back(pinned);
         sent
+    }
+
+    /// A map of a tensor for the copy engine.
+    pub(super) fn tensor_map(&self, of: &Boxes<'_>) -> Result<TensorMap> {
+        match &self.lane {
+            Lane::Live(stream) => stream.context().tensor_map(of),
+            Lane::Dry(_) => Ok(of.described()),
+        }
     }
 
     /// The kernel, compiled and loaded unless it was before.

@@ -1,4 +1,5 @@
-//! Matrix products: which instantiation of `kernels/gemm.cuh` or `gemm_any.cuh`, and how the output is cut into tiles.
+//! Matrix products: which instantiation of `kernels/gemm.cuh` or `gemm_any.cuh`, and how the output is cut into tiles. What
+//! Hopper takes by its own instructions is in `sm90_gemm.rs`.
 //!
 //! Every kernel adds along `k` in one order, so the tile may be chosen by the number of rows and no bit depends on it.
 
@@ -8,6 +9,7 @@ use super::exec::Gpu;
 use super::jit::Source;
 use super::norm::{check_float, cpp};
 use super::params::{Address, params};
+use super::sm90_gemm::{self, Choice};
 use super::tokens::check_last_axis;
 use crate::error::{Error, Result};
 use crate::tensor::{DType, Layout, Scaled, TensorMut, TensorRef};
@@ -53,7 +55,7 @@ params! {
         then: u32,
         gate: u32,
         vector: u32,
-        unused: u32,
+        beside: u32,
     }
 }
 
@@ -148,6 +150,9 @@ const TILES: [Tile; 7] = [
     Tile::new([64, 128, 64, 32, 32, 3, 2], 7),
     Tile::new([128, 128, 64, 64, 64, 3, 2], 7),
 ];
+/// Tiles for weights of 16 bits and an output of f32: a warp holds its sums twice, those of 128 columns and all.
+const TILES_EXACT: [Tile; 7] =
+    [TILES[0], TILES[1], TILES[2], TILES[3], TILES[4], TILES[5], Tile::new([128, 128, 64, 64, 32, 3, 1], 7)];
 /// Tiles for weights of 8 bits. A warp holds its sums twice, with scales and without.
 const TILES_FP8: [Tile; 5] = [
     Tile::new([16, 32, 128, 16, 16, 8, 2], 0),
@@ -159,6 +164,8 @@ const TILES_FP8: [Tile; 5] = [
 /// The one whose operands are read element by element, where memory is not aligned for more.
 const UNALIGNED: [Tile; 2] = [TILES[4], TILES_FP8[3]];
 
+/// Row tiles that come one after another before the next columns.
+const BESIDE: u32 = 16;
 /// Columns of a tile of `gemm_any.cuh`.
 const ANY_COLUMNS: u32 = 64;
 
@@ -166,8 +173,8 @@ fn is_fp8(dtype: DType) -> bool {
     matches!(dtype, DType::E4M3 | DType::E5M2)
 }
 
-fn source(x: DType, w: DType, tile: &Tile, gate: bool, vector: bool) -> Source {
-    let name = format!("fir::gemm<{}, {}, {}, {gate}, {vector}>", cpp(x), cpp(w), tile.name());
+fn source([x, w]: [DType; 2], tile: &Tile, gate: bool, vector: bool, exact: bool) -> Source {
+    let name = format!("fir::gemm<{}, {}, {}, {gate}, {vector}, {exact}>", cpp(x), cpp(w), tile.name());
     Source::new::<GemmParams>("gemm.cuh", name)
 }
 
@@ -185,10 +192,15 @@ pub(super) fn kernels() -> Vec<Source> {
         let (tiles, unaligned) = if is_fp8(w) { (&TILES_FP8[..], UNALIGNED[1]) } else { (&TILES[..], UNALIGNED[0]) };
         // Experts' rows are never fp8.
         for gate in [false, true].into_iter().filter(|gate| !(*gate && is_fp8(x))) {
-            all.extend(tiles.iter().map(|tile| source(x, w, tile, gate, true)));
-            all.push(source(x, w, &unaligned, gate, false));
+            all.extend(tiles.iter().map(|tile| source([x, w], tile, gate, true, false)));
+            all.push(source([x, w], &unaligned, gate, false, false));
+            if !is_fp8(w) {
+                all.extend(TILES_EXACT.iter().map(|tile| source([x, w], tile, gate, true, true)));
+                all.push(source([x, w], &unaligned, gate, false, true));
+            }
         }
     }
+    all.extend(sm90_gemm::kernels());
     all
 }
 
@@ -249,13 +261,32 @@ impl Matrix {
 }
 
 /// How rows meet weights.
-pub(super) struct Shape {
+pub(super) struct Shape<'a> {
     /// Groups, or matrices of a batch.
     pub(super) groups: usize,
     /// Rows of all groups, or of one matrix.
     pub(super) rows: usize,
     /// Whether `tiles` lists the groups' rows.
     pub(super) listed: bool,
+    /// Where groups begin and end, if the host knows.
+    pub(super) indptr: Option<&'a [i32]>,
+}
+
+impl Shape<'_> {
+    /// Rows of a group or matrix, of groups the mean.
+    pub(super) fn each(&self) -> usize {
+        if self.listed { self.rows.div_ceil(self.groups.max(1)) } else { self.rows }
+    }
+
+    /// Tiles of so many rows that there will be.
+    pub(super) fn row_tiles(&self, rows: usize) -> usize {
+        match self.indptr {
+            Some(indptr) => indptr.windows(2).map(|w| (w[1] - w[0]).max(0) as usize).map(|n| n.div_ceil(rows)).sum(),
+            // The last tile of a group is half full.
+            None if self.listed => self.rows.div_ceil(rows) + self.groups / 2,
+            None => self.groups * self.rows.div_ceil(rows),
+        }
+    }
 }
 
 /// A kernel chosen for a product.
@@ -266,41 +297,77 @@ pub(super) struct Chosen {
     pub(super) rows: u32,
     /// Columns of `out` in a tile.
     columns: u32,
+    /// Columns after which sums are folded.
+    fold: u32,
+    /// With the type of its operands.
+    hopper: Option<(Choice, DType)>,
 }
 
 /// Types and alignment of a product.
 #[derive(Clone, Copy)]
 pub(super) struct Kind {
-    x: DType,
-    w: DType,
-    gate: bool,
+    pub(super) x: DType,
+    pub(super) w: DType,
+    pub(super) gate: bool,
     /// Both operands' rows begin on 16 bytes.
-    aligned: bool,
+    pub(super) aligned: bool,
     /// Columns after which scales change.
-    fold: u32,
+    pub(super) fold: u32,
+    pub(super) k: usize,
+    /// Sums are to be as those of f32 arithmetic: the output is f32.
+    pub(super) exact: bool,
+    /// Rows of `x` are found through a list.
+    pub(super) gathered: bool,
+    /// Scales, if any, are those that fp8 products of `sm90_gemm.cuh` take.
+    pub(super) takes_fp8: bool,
 }
 
 impl Kind {
     pub(super) fn new(x: &Side, w: &Side, gate: bool) -> Self {
         let aligned = x.is_aligned() && w.is_aligned();
-        Self { x: x.dtype, w: w.dtype, gate, aligned, fold: fold([x, w]) }
+        // Parts of 128 columns, or the whole of k; parts of weights' rows that a tile does not cut.
+        let parts = [x, w].iter().all(|s| s.fold.is_none_or(|n| n == 128));
+        let rows = w.fold.is_none() || w.block[0].is_multiple_of(128) || w.block[0] as usize >= w.matrix.rows;
+        Self {
+            x: x.dtype,
+            w: w.dtype,
+            gate,
+            aligned,
+            fold: fold([x, w]),
+            k: x.matrix.columns,
+            exact: false,
+            gathered: false,
+            takes_fp8: parts && rows,
+        }
     }
 }
 
 impl Chosen {
-    pub(super) fn new(gpu: &Gpu, kind: Kind, shape: &Shape, n: usize) -> Self {
-        let Kind { x, w, gate, aligned, fold } = kind;
-        let each = if shape.listed { shape.rows.div_ceil(shape.groups.max(1)) } else { shape.rows };
+    pub(super) fn new(gpu: &Gpu, kind: Kind, shape: &Shape<'_>, n: usize) -> Self {
+        let Kind { x, w, gate, aligned, fold, exact, .. } = kind;
+        let each = shape.each();
         let weight_rows = if gate { 2 * n } else { n };
         let (sms, smem) = (gpu.properties().multiprocessors as usize, gpu.properties().shared_per_block as usize);
         if !pairs().any(|pair| pair == (x, w)) || (gate && is_fp8(x)) || (fold < u32::MAX && !fold.is_multiple_of(128))
         {
             let rows = if each <= 16 { 16 } else { 64 };
             let columns = if gate { ANY_COLUMNS / 2 } else { ANY_COLUMNS };
-            return Self { source: any_source(rows, gate), grid: Grid::new(0, 256), rows, columns };
+            return Self { source: any_source(rows, gate), grid: Grid::new(0, 256), rows, columns, fold, hopper: None };
         }
+        // Those of parts of k end on a multiple of 128 too.
+        let fold = if exact { 128 } else { fold };
+        if let Some(choice) = sm90_gemm::choose(gpu, &kind, shape, n) {
+            let (source, grid) = (choice.source.clone(), Grid::new(0, 0));
+            let (rows, columns) = (choice.tile.all_rows(), choice.tile.out_columns(gate));
+            return Self { source, grid, rows, columns, fold, hopper: Some((choice, x)) };
+        }
+        let exact = exact && !is_fp8(w);
         let tile = if aligned {
-            let tiles = if is_fp8(w) { &TILES_FP8[..] } else { &TILES[..] };
+            let tiles = match is_fp8(w) {
+                true => &TILES_FP8[..],
+                false if exact => &TILES_EXACT[..],
+                false => &TILES[..],
+            };
             let fits = |t: &&Tile| (t.smem(x, w) + t.lists(w)) as usize <= smem;
             let count =
                 |t: &Tile| shape.groups * each.div_ceil(t.rows as usize) * weight_rows.div_ceil(t.columns as usize);
@@ -319,7 +386,8 @@ impl Chosen {
         };
         let columns = if gate { tile.columns / 2 } else { tile.columns };
         let grid = Grid { smem: tile.smem(x, w), ..Grid::new(0, tile.threads()) };
-        Self { source: source(x, w, &tile, gate, aligned), grid, rows: tile.rows, columns }
+        let source = source([x, w], &tile, gate, aligned, exact);
+        Self { source, grid, rows: tile.rows, columns, fold, hopper: None }
     }
 
     /// Queues the product: `row_tiles` tiles of rows, for each matrix of a batch.
@@ -330,6 +398,10 @@ impl Chosen {
         }
         if blocks == 0 {
             return Ok(());
+        }
+        (p.fold, p.beside) = (self.fold, BESIDE);
+        if let Some((choice, dtype)) = &self.hopper {
+            return choice.launch(gpu, call, p, batch, *dtype);
         }
         let kernel = gpu.kernel(self.source.clone())?;
         // A grid's second axis has at most 65535 entries.
@@ -497,8 +569,8 @@ pub(crate) fn product<'a>(gpu: &'a Gpu, op: &'static str, scaled: bool, p: Produ
         Then::Add => params.then = 2,
         Then::Gate(function) => (gate, params.gate) = (true, function as u32),
     }
-    let kind = Kind::new(&xs, &ws, gate);
-    let shape = Shape { groups: to.batch, rows: to.rows, listed: false };
+    let kind = Kind { exact: params.out_type == type_code(DType::F32), ..Kind::new(&xs, &ws, gate) };
+    let shape = Shape { groups: to.batch, rows: to.rows, listed: false, indptr: None };
     let chosen = Chosen::new(gpu, kind, &shape, to.columns);
     params.row_tiles = (to.rows as u32).div_ceil(chosen.rows);
     chosen.launch(gpu, &call, params, to.batch)?;
@@ -520,9 +592,10 @@ pub(crate) fn grouped<'a>(
     }
     let mut call = Call::new(gpu, op);
     let (xs, ws, to, mut params) = arguments(&mut call, x, w, out)?;
-    let kind = Kind::new(&xs, &ws, false);
+    let kind = Kind { exact: params.out_type == type_code(DType::F32), ..Kind::new(&xs, &ws, false) };
     let groups = indptr.windows(2).filter(|w| w[0] < w[1]).count();
-    let chosen = Chosen::new(gpu, kind, &Shape { groups, rows: to.rows, listed: true }, to.columns);
+    let shape = Shape { groups, rows: to.rows, listed: true, indptr: Some(indptr) };
+    let chosen = Chosen::new(gpu, kind, &shape, to.columns);
     let mut tiles: Vec<u32> = Vec::new();
     for (g, rows) in indptr.windows(2).enumerate() {
         for first in (rows[0]..rows[1]).step_by(chosen.rows as usize) {

@@ -133,6 +133,12 @@ impl Source {
         self.file.trim_end_matches(".cuh")
     }
 
+    /// Whether devices of `arch` run it: the files `sm90_…` use instructions that Hopper alone has.
+    pub fn runs_on(&self, arch: Arch) -> bool {
+        let name = self.file.rsplit('/').next().unwrap_or_default();
+        arch == Arch::HOPPER || !name.starts_with("sm90_")
+    }
+
     /// The text that is compiled.
     fn text(&self) -> String {
         format!("{}#include <fir/{}>\n{}", self.prelude, self.file, self.params.assertions())

@@ -30,6 +30,7 @@ pub(crate) mod quantize;
 pub(crate) mod rope;
 mod rows;
 pub(crate) mod sampling;
+mod sm90_gemm;
 mod source;
 pub(crate) mod speculative;
 pub(crate) mod tokens;

@@ -224,9 +224,9 @@ pub(crate) fn ffn<'a>(gpu: &'a Gpu, op: &'static str, f: Ffn<'a>) -> Result<()> 
     let results = call.scratch("results", sizes[2])?;
     let middle = Side::of_rows(middle_at, dtype, [pairs, inter], middle_stride);
 
-    let shape = Shape { groups: experts, rows: pairs, listed: true };
+    let shape = Shape { groups: experts, rows: pairs, listed: true, indptr: None };
     let chosen = [
-        Chosen::new(gpu, Kind::new(&xs, &up, true), &shape, inter),
+        Chosen::new(gpu, Kind { gathered: true, ..Kind::new(&xs, &up, true) }, &shape, inter),
         Chosen::new(gpu, Kind::new(&middle, &down, false), &shape, hidden),
     ];
     let [tile_rows, tile_counts] =

@@ -7,6 +7,8 @@ use std::borrow::Cow;
 
 use bytemuck::{Pod, Zeroable};
 
+use super::driver::TensorMap;
+
 /// An address on a device; 0 is none.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
 #[repr(transparent)]
@@ -21,6 +23,8 @@ pub(crate) enum Kind {
     I32,
     U32,
     U64,
+    /// A [`TensorMap`].
+    Map,
     /// So many of one kind.
     Array(&'static Kind, usize),
     /// Parameters within parameters.
@@ -57,7 +61,7 @@ macro_rules! scalars {
         }
     )*};
 }
-scalars! { Address => Address, f32 => F32, f64 => F64, i32 => I32, u32 => U32, u64 => U64 }
+scalars! { Address => Address, f32 => F32, f64 => F64, i32 => I32, u32 => U32, u64 => U64, TensorMap => Map }
 
 macro_rules! arrays {
     ($($t:ty, $n:literal);*) => {$(
@@ -168,6 +172,16 @@ fn show_value(bytes: &[u8], kind: Kind, name: &dyn Fn(u64) -> String) -> String 
         Kind::I32 => (word(4) as i32).to_string(),
         Kind::U32 => word(4).to_string(),
         Kind::U64 => word(8).to_string(),
+        Kind::Map => {
+            // As `Boxes::described` has it.
+            let words = |from: usize, n: usize| -> Vec<_> {
+                (from..from + n).map(|i| show_value(&bytes[8 * i..], Kind::U64, name)).collect()
+            };
+            let rank = usize::from(bytes[8]).clamp(1, 5);
+            let [dims, strides, shape] = [words(2, rank), words(2 + rank, rank - 1), words(1 + 2 * rank, rank)];
+            let [dims, strides, shape] = [dims, strides, shape].map(|all| all.join(", "));
+            format!("{} [{dims}], bytes [{strides}], boxes [{shape}]", name(word(8)))
+        }
         Kind::Array(of, n) => {
             let all: Vec<_> = (0..n).map(|i| show_value(&bytes[i * of.size()..], *of, name)).collect();
             format!("[{}]", all.join(", "))

@@ -17,6 +17,8 @@ fn the_number_of_rows_chooses_the_tile() {
         ([40, 4096, 512], DType::BF16),
         ([100, 512, 512], DType::BF16),
         ([4096, 4096, 64], DType::BF16),
+        ([64, 28672, 4096], DType::BF16),
+        ([256, 4096, 512], DType::F16),
         // Rows that do not begin on 16 bytes; f32.
         ([3, 40, 77], DType::BF16),
         ([3, 40, 80], DType::F32),
@@ -60,6 +62,26 @@ fn every_product_passes_its_arguments_on() {
         gemm::grouped_gemm(exec, args)?;
         let (xb, mut ob) = (zeros(DType::BF16, &[2, 70, 256]), zeros(DType::BF16, &[2, 70, 130]));
         gemm::batched_gemm(exec, xb.view().into(), weights, ob.view_mut())
+    });
+    insta::assert_snapshot!(text);
+}
+
+#[test]
+fn hopper_has_tiles_of_its_own() {
+    let (x, w, mut out) =
+        (zeros(DType::BF16, &[300, 64]), zeros(DType::BF16, &[3, 96, 64]), zeros(DType::BF16, &[300, 96]));
+    let (a, b) = (zeros(DType::E4M3, &[5, 256]), zeros(DType::E4M3, &[130, 256]));
+    let (a_scales, b_scales) = (zeros(DType::F32, &[5, 2]), zeros(DType::F32, &[2, 2]));
+    let text = launches(|exec| {
+        // Gates; an output of f32; groups; fp8 of few rows.
+        gemm::gemm_silu_mul(exec, x.view(), w.view().select(0, 0)?, zeros(DType::BF16, &[300, 48]).view_mut())?;
+        gemm::gemm(exec, x.view(), w.view().select(0, 0)?, zeros(DType::F32, &[300, 96]).view_mut())?;
+        let indptr = Ragged::from_lens(&[200, 0, 100])?;
+        let (x, w, out) = (x.view().into(), w.view().into(), out.view_mut());
+        gemm::grouped_gemm(exec, GroupedArgs { x, indptr: &indptr, w, weight_indices: None, out })?;
+        let a = Scaled::new(a.view(), a_scales.view(), Block::GROUP);
+        let b = Scaled::new(b.view(), b_scales.view(), Block::TILE);
+        gemm::scaled_gemm(exec, a, b, zeros(DType::BF16, &[5, 130]).view_mut())
     });
     insta::assert_snapshot!(text);
 }

@@ -53,11 +53,54 @@ fn matches_reference_for_every_mix_of_types() {
 }
 
 #[test]
+fn long_sums_of_f32_are_exact() {
+    every_exec(|exec| {
+        let mut rng = Rng::new(6);
+        // Tensor cores cut off what they add: over 1000 columns and more that shows, unless parts are added up outside.
+        for (i, (m, n, k)) in
+            [(3, 40, 1032), (20, 33, 4096), (40, 70, 1032), (70, 72, 4096), (24, 16, 1031)].into_iter().enumerate()
+        {
+            for dtype in [DType::F16, DType::BF16] {
+                let (x, w) = (rng.tensor(dtype, &[m, k]), rng.tensor(dtype, &[n, k]));
+                let out = product(exec, &x, &w, DType::F32);
+                assert_matches(&format!("{exec:?} {i} {dtype} {m}x{n}x{k}"), out.view(), n, |p| {
+                    reference::gemm(p, x.view(), w.view())
+                });
+            }
+        }
+    });
+}
+
+#[test]
+fn many_rows_match_reference_and_have_the_bits_of_few() {
+    every_exec(|exec| {
+        let mut rng = Rng::new(7);
+        // Around the tiles that a GPU takes many rows in: 64, 128 or 256 rows, 32 to 256 columns, 64 or 128 deep.
+        for (i, (m, n, k)) in [(65, 40, 64), (300, 264, 72), (130, 520, 136), (257, 8, 200)].into_iter().enumerate() {
+            let dtype = [DType::BF16, DType::F16][i % 2];
+            let (x, w) = (rng.tensor(dtype, &[m, k]), rng.tensor(dtype, &[n, k]));
+            for to in [dtype, DType::F32] {
+                let out = product(exec, &x, &w, to);
+                let what = format!("{exec:?} {dtype} {to} {m}x{n}x{k}");
+                assert_matches(&what, out.view(), n, |p| reference::gemm(p, x.view(), w.view()));
+                for rows in [0..1, 20..60, m - 33..m] {
+                    let few = x.view().slice(0, rows.clone()).unwrap();
+                    let mut alone = Tensor::zeros(to, &[rows.len(), n]).unwrap();
+                    gemm(exec, few, w.view(), alone.view_mut()).unwrap();
+                    let got = out.view().slice(0, rows.clone()).unwrap().to_f32_vec().unwrap();
+                    assert_eq!(got, alone.view().to_f32_vec().unwrap(), "{what} rows {rows:?}");
+                }
+            }
+        }
+    });
+}
+
+#[test]
 fn epilogues_match_reference() {
     every_exec(|exec| {
         let mut rng = Rng::new(5);
         for (i, (m, n, k)) in
-            [(1, 33, 40), (3, 64, 32), (7, 5, 300), (33, 96, 64), (40, 130, 77)].into_iter().enumerate()
+            [(1, 33, 40), (3, 64, 32), (7, 5, 300), (33, 96, 64), (40, 130, 77), (90, 77, 136)].into_iter().enumerate()
         {
             for dtype in FLOATS {
                 let (x, w) = (rng.tensor(dtype, &[m, k]), rng.tensor(dtype, &[n, k]));

@@ -34,6 +34,8 @@ const BUDGETS: &[(&str, u32, u32)] = &[
     ("quantize", 128, 0),
     ("rope", 48, 0),
     ("sampling", 64, 192),
+    // A block to a multiprocessor, whose warpgroups trade registers: 168 at the start, or all of 256 threads' 255.
+    ("sm90_gemm", 255, 0),
     ("speculative", 64, 112),
     ("tokens", 128, 0),
     ("topk", 64, 256),
@@ -122,7 +124,8 @@ fn one_kernel_of_each_file_compiles_for_every_architecture() {
     // The last of a family: the one with the most in it. fp8 is done by bits before sm_89, so its stores are here too.
     let fp8 = jit::kernels().into_iter().find(|k| k.name().contains("e5m2"));
     let chosen = families.into_values().chain(fp8);
-    let jobs: Vec<_> = chosen.flat_map(|k| Arch::ALL.map(|arch| (k.clone(), arch))).collect();
+    let all = chosen.flat_map(|k| Arch::ALL.map(|arch| (k.clone(), arch)));
+    let jobs: Vec<_> = all.filter(|(k, arch)| k.runs_on(*arch)).collect();
     for (source, arch, result) in compile_all(&jobs) {
         let usage = result.unwrap_or_else(|e| panic!("{e}")).usage;
         assert!(usage.spilled <= budget(source).1, "{} for {arch}: {usage:?}", source.name());

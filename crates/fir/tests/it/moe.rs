@@ -214,6 +214,8 @@ fn experts_match_reference() {
                 ([1, 1, 1, 1, 1], Gate::Gelu),
                 ([30, 3, 5, 64, 40], Gate::GeluTanh),
                 ([2, 8, 3, 16, 16], Gate::Silu),
+                // More than a tile of rows to an expert.
+                ([200, 3, 4, 72, 136], Gate::Gelu),
                 ([5, 2, 3, 0, 8], Gate::Silu),
                 ([5, 2, 3, 8, 0], Gate::Silu),
                 ([0, 2, 3, 8, 8], Gate::Silu),
@@ -235,12 +237,12 @@ fn experts_match_reference() {
 fn a_token_has_the_same_bits_whatever_is_beside_it() {
     every_exec(|exec| {
         let mut rng = Rng::new(5);
-        for weights in [DType::BF16, DType::E4M3] {
-            let layer = Layer::new(&mut rng, [DType::BF16, weights], [70, 3, 6, 130, 50]);
+        for (weights, hidden, inter) in [(DType::BF16, 130, 50), (DType::E4M3, 130, 50), (DType::BF16, 136, 64)] {
+            let layer = Layer::new(&mut rng, [DType::BF16, weights], [70, 3, 6, hidden, inter]);
             let all = layer.run(exec, Gate::Silu, 0..70).view().to_f32_vec().unwrap();
             for t in [0, 33, 69] {
                 let one = layer.run(exec, Gate::Silu, t..t + 1).view().to_f32_vec().unwrap();
-                assert_eq!(one, all[t * 130..][..130], "{exec:?} {weights} token {t}");
+                assert_eq!(one, all[t * hidden..][..hidden], "{exec:?} {weights} {hidden} token {t}");
             }
         }
     });

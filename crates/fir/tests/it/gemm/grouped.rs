@@ -45,6 +45,39 @@ fn groups_match_reference_and_are_products_of_their_own() {
 }
 
 #[test]
+fn large_groups_match_reference_and_are_products_of_their_own() {
+    every_exec(|exec| {
+        let mut rng = Rng::new(6);
+        // Groups of some tiles and a part of one, and of one row.
+        let lens = [0, 70, 1, 0, 300, 129, 64];
+        let indptr = Ragged::from_lens(&lens).unwrap();
+        let rows = lens.iter().sum::<u32>() as usize;
+        let own: Vec<usize> = (0..7).collect();
+        for (dtype, block, to) in [
+            (DType::BF16, None, DType::BF16),
+            (DType::F16, None, DType::F32),
+            (DType::E4M3, Some((Block::GROUP, Block::TILE)), DType::BF16),
+        ] {
+            for (n, k) in [(136, 272), (264, 64)] {
+                let x = Operand::new(&mut rng, dtype, &[rows, k], block.map(|b| b.0));
+                let w = Operand::new(&mut rng, dtype, &[7, n, k], block.map(|b| b.1));
+                let mut out = Tensor::zeros(to, &[rows, n]).unwrap();
+                grouped(exec, x.view(), &indptr, w.view(), None, &mut out);
+                let what = format!("{exec:?} {dtype} {to} {n}x{k}");
+                assert_matches(&what, out.view(), n, |p| reference::grouped_gemm(p, x.view(), &indptr, w.view(), &own));
+                if block.is_none() {
+                    let (x, w) = (x.data.view().slice(0, 371..500).unwrap(), w.data.view().select(0, 5).unwrap());
+                    let mut alone = Tensor::zeros(to, &[129, n]).unwrap();
+                    gemm(exec, x, w, alone.view_mut()).unwrap();
+                    let got = out.view().slice(0, 371..500).unwrap().to_f32_vec().unwrap();
+                    assert_eq!(got, alone.view().to_f32_vec().unwrap(), "{what}");
+                }
+            }
+        }
+    });
+}
+
+#[test]
 fn groups_meet_the_weights_they_name() {
     every_exec(|exec| {
         let mut rng = Rng::new(2);
@@ -92,7 +125,15 @@ fn scaled_groups_match_reference_and_are_products_of_their_own() {
 fn batches_match_reference() {
     every_exec(|exec| {
         let mut rng = Rng::new(4);
-        for (b, m, n, k) in [(1, 1, 1, 1), (3, 7, 33, 65), (5, 40, 20, 128), (4, 0, 3, 5), (0, 3, 4, 5), (2, 3, 4, 0)] {
+        for (b, m, n, k) in [
+            (1, 1, 1, 1),
+            (3, 7, 33, 65),
+            (5, 40, 20, 128),
+            (2, 100, 72, 264),
+            (4, 0, 3, 5),
+            (0, 3, 4, 5),
+            (2, 3, 4, 0),
+        ] {
             let mut out = Tensor::zeros(DType::BF16, &[b, m, n]).unwrap();
             let (x, w) = (rng.tensor(DType::BF16, &[b, m, k]), rng.tensor(DType::BF16, &[b, n, k]));
             batched_gemm(exec, x.view().into(), w.view().into(), out.view_mut()).unwrap();
