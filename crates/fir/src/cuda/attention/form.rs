@@ -96,6 +96,8 @@ params! {
         kv: KvPool,
         sm_scale: f32,
         group: i32,
+        team: i32,
+        pad: i32,
     }
 }
 

@@ -157,11 +157,18 @@ pub(crate) struct Plan {
 #[derive(Debug)]
 struct Lane {
     instance: Instance,
-    /// Blocks that run beside each other.
+    /// Blocks that run beside each other, and how many of them share a list.
     workers: usize,
+    team: usize,
     schedule: Schedule,
     /// None before a batch needs it.
     loaded: Option<(Arc<Kernel>, List)>,
+}
+
+impl Lane {
+    fn cut(&self, kv_heads: usize, group: usize, split: Split) -> Cut {
+        Cut { workers: self.workers, kv_heads: kv_heads as u32, group: group as u32, split, in_step: true }
+    }
 }
 
 /// A batch of query tiles.
@@ -234,7 +241,11 @@ impl Plan {
         let lane = |form: Form| {
             let instance = form.instance(&spec, &hooks, gpu.properties().shared_per_block, true);
             let workers = (gpu.properties().multiprocessors * instance.blocks) as usize;
-            Lane { instance, workers, schedule: Schedule::default(), loaded: None }
+            let mut lane = Lane { instance, workers, team: 1, schedule: Schedule::default(), loaded: None };
+            if form != Form::Prefill {
+                lane.team = lane.cut(kv_heads, spec.group, split).team();
+            }
+            lane
         };
         let lanes = forms.into_iter().map(lane).collect();
         let levels = spec.states.then(|| gpu.kernel(levels::source(spec.out, &hooks))).transpose()?;
@@ -257,24 +268,18 @@ impl Plan {
     /// with. Loads what kernels it needs.
     pub(crate) fn fill(&mut self, batch: Batch<'_>) -> Result<()> {
         for (lane, entries) in self.lanes.iter_mut().zip([batch.entries, batch.long]) {
+            let cut = lane.cut(self.kv_heads, self.spec.group, self.split);
             let (kernel, list) = match &mut lane.loaded {
                 Some((kernel, list)) => (kernel.clone(), list),
                 None if entries.is_empty() => continue,
                 loaded @ None => {
                     let kernel = self.gpu.kernel(lane.instance.source.clone())?;
-                    let list = List::new(&self.gpu, [self.tiles, self.kv_heads], lane.workers)?;
+                    let list = List::new(&self.gpu, [self.tiles, self.kv_heads / lane.team], lane.workers)?;
                     let (kernel, list) = loaded.insert((kernel, list));
                     (kernel.clone(), list)
                 }
             };
             debug_assert!(kernel.source == lane.instance.source);
-            let cut = Cut {
-                workers: lane.workers,
-                kv_heads: self.kv_heads as u32,
-                group: self.spec.group as u32,
-                split: self.split,
-                in_step: true,
-            };
             let (filled, order) = match lane.instance.form {
                 Form::Prefill => (lane.schedule.fill_queue(cut, entries), Order::Queue(lane.workers)),
                 Form::Decode | Form::Plain => (lane.schedule.fill(cut, entries), Order::Lists(lane.workers)),
@@ -435,6 +440,8 @@ impl Plan {
             },
             sm_scale,
             group: spec.group as i32,
+            team: 1,
+            pad: 0,
         };
         let out_bytes = if spec.states { 16 } else { 4 * spec.out.size() as u64 };
         let aligned = [rows.start.0, rows.token, rows.head].iter().all(|x| x % 16 == 0)
@@ -491,7 +498,8 @@ impl Plan {
             let out = OutParams { merges: list.merges(), tokens: list.tokens(), ..common.out };
             let indptr = if indices == Address(0) { list.starts() } else { indptr };
             let kv = KvPool { indptr, ..common.kv };
-            bytes.extend_from_slice(bytemuck::bytes_of(&AttentionParams { items: list.items(), out, kv, ..common }));
+            let (items, team) = (list.items(), lane.team as i32);
+            bytes.extend_from_slice(bytemuck::bytes_of(&AttentionParams { items, out, kv, team, ..common }));
             bytes.extend_from_slice(&tail);
             let grid = Grid { smem: instance.smem, ..Grid::new(lane.workers as u32, instance.threads) };
             self.launch(gpu, &call, &kernel, grid, &bytes)?;

@@ -96,7 +96,6 @@ pub struct BatchPlan {
     workers: usize,
     backend: Backend,
     program: RowProgram,
-    qo: Ragged,
     kv_lens: Vec<u32>,
     tokens: Vec<Token>,
     kv_base: Option<Vec<i32>>,
@@ -233,7 +232,6 @@ impl BatchPlan {
             split,
             workers: exec.workers(),
             backend,
-            qo: Ragged::from_lens(&[])?,
             kv_lens: Vec::with_capacity(requests),
             tokens: Vec::with_capacity(requests),
             kv_base: None,
@@ -269,16 +267,16 @@ impl BatchPlan {
     }
 
     fn fill(&mut self, qo: &Ragged, kv_lens: &[u32]) -> Result<()> {
-        self.qo.clone_from(qo);
         self.kv_lens.clear();
         self.kv_lens.extend_from_slice(kv_lens);
         self.entries.clear();
         self.long.clear();
         let group = self.problem.group();
         let (mask, on_gpu) = (self.program.has_mask(), !matches!(self.backend, Backend::Cpu(_)));
+        let one = self.backend.tile(1, group);
         for (r, (&q_len, &kv_len)) in qo.lens().iter().zip(kv_lens).enumerate() {
             let first = qo.indptr()[r] as u32;
-            let (tile, long) = self.backend.tile(q_len, group);
+            let (tile, long) = if q_len == 1 { one } else { self.backend.tile(q_len, group) };
             let mut at = 0;
             while at < q_len {
                 let mut entry = Entry {
