@@ -5,6 +5,7 @@ use bytemuck::Pod;
 use super::driver::{Buffer, Grid};
 use super::exec::{Gpu, Kernel, Lane};
 use super::params::{Address, Params};
+use super::put;
 use crate::error::{Error, Result};
 use crate::tensor::{Place, TensorMut, TensorRef};
 
@@ -71,9 +72,20 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// Address of a copy of values that the caller has in this process's memory whatever the device. It waits for the copy.
-    pub(crate) fn upload(&mut self, arg: &'static str, values: &[impl Pod]) -> Result<Address> {
-        self.stage(arg, bytemuck::cast_slice(values)).map(|(address, _)| address)
+    /// Address of a copy of values that the caller has in this process's memory whatever the device. A graph records them as
+    /// they are; more than [`put::MOST`] bytes are waited for, and not to be recorded.
+    pub(crate) fn upload(&mut self, name: &'static str, values: &[impl Pod]) -> Result<Address> {
+        let bytes: &[u8] = bytemuck::cast_slice(values);
+        match self.gpu.lane() {
+            Lane::Live(stream) if (1..=put::MOST).contains(&bytes.len()) => {
+                let buffer = Buffer::new(stream, bytes.len().next_multiple_of(8))?;
+                put::put(self.op, self.gpu, bytes, &buffer)?;
+                let start = buffer.address();
+                self.args.push(Arg { name, start, len: bytes.len(), buffer: Some(buffer), out: None });
+                Ok(Address(start))
+            }
+            _ => self.stage(name, bytes).map(|(address, _)| address),
+        }
     }
 
     /// Address of memory with anything in it, for one kernel of the call to hand to the next.

@@ -9,6 +9,7 @@ mod params;
 mod rope;
 pub(crate) mod row;
 mod spec;
+mod text;
 
 pub use self::cuda::cuda_source;
 pub use self::eval::{RowCtx, Side};
@@ -21,7 +22,7 @@ pub use self::library::{
     standard, tree_mask,
 };
 #[cfg(feature = "cuda")]
-pub(crate) use self::params::Value;
+pub(crate) use self::{params::Value, text::KNOWN};
 pub use self::params::{Bound, ParamType, Params};
 pub use self::rope::{Llama31, Rope};
 pub use self::spec::{

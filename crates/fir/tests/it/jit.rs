@@ -31,6 +31,7 @@ const BUDGETS: &[(&str, u32, u32)] = &[
     ("moe", 40, 0),
     ("norm", 64, 0),
     ("page", 32, 0),
+    ("put", 32, 0),
     ("quantize", 128, 0),
     ("rope", 48, 0),
     ("sampling", 64, 192),

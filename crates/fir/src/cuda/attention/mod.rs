@@ -18,7 +18,7 @@ pub(crate) mod merge;
 use std::sync::Arc;
 
 use self::form::{AttentionParams, Form, Instance, KvPool, KvTensor, OutParams, PlainParams, PrefillParams};
-use self::hooks::Hooks;
+use self::hooks::{Hooks, Known};
 use self::list::{List, Order};
 use super::call::Call;
 use super::driver::Grid;
@@ -215,8 +215,10 @@ pub(crate) struct Args<'a> {
     pub(crate) kpe: Option<TensorRef<'a>>,
     pub(crate) block_scales: Option<[TensorRef<'a>; 2]>,
     pub(crate) index: Index<'a>,
-    /// Factor of the scores, the keys' scale included.
+    /// Factor of the scores, the keys' scale included; for hooks of text that scale alone.
     pub(crate) sm_scale: f32,
+    /// What those hooks are told to multiply scores by.
+    pub(crate) text_scale: f32,
     pub(crate) v_scale: f32,
     pub(crate) bound: &'a Bound<'a>,
     pub(crate) scratch: &'a mut Scratch,
@@ -232,6 +234,10 @@ impl Plan {
         split: Split,
         decodes: bool,
     ) -> Result<Self> {
+        if spec.states && spec.variant.is_cuda_text() {
+            // Rows are finished by a kernel that knows of no scale.
+            return Err(Error::Unsupported { op: spec.op, why: vec!["a cascade with hooks of CUDA C++ text".into()] });
+        }
         let hooks = Hooks::new(&spec.variant);
         let mut forms = vec![choose(&spec, false)?, choose(&spec, true)?];
         forms.dedup();
@@ -322,6 +328,12 @@ impl Plan {
         list::scratch(&self.gpu, sizes)
     }
 
+    /// What hooks of text are told.
+    fn known(&self, sm_scale: f32) -> Known {
+        let kv_heads = self.kv_heads as i32;
+        Known { sm_scale, qo_heads: kv_heads * self.spec.group as i32, kv_heads }
+    }
+
     /// Where tokens stand, for a level of a cascade.
     fn token_list(&self) -> Address {
         self.lanes.iter().filter_map(|l| l.loaded.as_ref()).map(|(_, list)| list.tokens()).next().unwrap_or_default()
@@ -341,7 +353,7 @@ impl Plan {
 
     /// Queues one layer.
     pub(crate) fn run<'a>(&'a self, gpu: &'a Gpu, args: Args<'a>) -> Result<()> {
-        let Args { op, q, q_pe, k, v, kpe, block_scales, index, sm_scale, v_scale, bound, scratch, sink } = args;
+        let Args { op, q, q_pe, k, v, kpe, block_scales, index, sm_scale, text_scale, v_scale, bound, scratch, sink } = args;
         let spec = &self.spec;
         list::check(op, &self.gpu, gpu)?;
         let mut call = Call::new(gpu, op);
@@ -453,7 +465,7 @@ impl Plan {
         let near = spans(k).max(spans(v)) < 1 << 36;
         let runs = indices == Address(0) || page_size.is_multiple_of(form::RUN as u32);
         let mut tail = Vec::new();
-        self.hooks.pack(&mut call, bound, &mut tail)?;
+        self.hooks.pack(&mut call, bound, self.known(text_scale), &mut tail)?;
         let mut bytes = Vec::with_capacity(1024);
         for lane in &self.lanes {
             let Some((kernel, list)) = lane.loaded.as_ref().filter(|(_, list)| !list.is_empty()) else { continue };

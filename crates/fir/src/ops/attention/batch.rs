@@ -52,6 +52,10 @@ impl Problem {
         self.qo_heads / self.kv_heads.max(1)
     }
 
+    fn default_scale(&self) -> f32 {
+        1.0 / (self.head_dim_qk as f32).sqrt()
+    }
+
     pub(super) fn check(&self, op: &'static str) -> Result<()> {
         let mut why = vec![];
         if self.kv_heads == 0 || self.qo_heads == 0 || !self.qo_heads.is_multiple_of(self.kv_heads) {
@@ -207,6 +211,11 @@ impl BatchPlan {
         let program = RowProgram::new(&problem.variant, problem.head_dim_qk, problem.head_dim_vo)?;
         let types = [problem.q_dtype, problem.kv_dtype, problem.out_dtype];
         let backend = match exec {
+            Exec::Cpu(_) if problem.variant.is_cuda_text() => {
+                let name = problem.variant.name();
+                let why = vec![format!("the hooks of variant `{name}` are CUDA C++ text, which no CPU runs")];
+                return Err(Error::Unsupported { op: OP, why });
+            }
             Exec::Cpu(cpu) => Backend::Cpu(Shape::new(cpu, problem.group(), &types)),
             #[cfg(feature = "cuda")]
             Exec::Cuda(gpu) => {
@@ -273,7 +282,7 @@ impl BatchPlan {
         self.long.clear();
         let group = self.problem.group();
         let (mask, on_gpu) = (self.program.has_mask(), !matches!(self.backend, Backend::Cpu(_)));
-        let one = self.backend.tile(1, group);
+        let (one, text) = (self.backend.tile(1, group), self.problem.variant.is_cuda_text());
         for (r, (&q_len, &kv_len)) in qo.lens().iter().zip(kv_lens).enumerate() {
             let first = qo.indptr()[r] as u32;
             let (tile, long) = if q_len == 1 { one } else { self.backend.tile(q_len, group) };
@@ -292,9 +301,9 @@ impl BatchPlan {
                 if q_len > 1 && mask {
                     entry = self.trimmed(entry);
                 }
-                // The CPU's kernels ask again, when parameters are known.
-                if mask {
-                    entry.full_end = if on_gpu { self.full_end(entry) } else { entry.kv_start };
+                // The CPU's kernels ask again, when parameters are known; what hooks of text hide is not known at all.
+                if mask || text {
+                    entry.full_end = if on_gpu && !text { self.full_end(entry) } else { entry.kv_start };
                 }
                 if long { &mut self.long } else { &mut self.entries }.push(entry);
             }
@@ -460,6 +469,10 @@ impl BatchPlan {
         let scale = self.check_args(op, &q, &kv, sm_scale)?;
         let bound = self.bind(gpu.place(), params)?;
         let pool = kv.pool();
+        let (scale, text_scale) = match self.problem.variant.is_cuda_text() {
+            true => (pool.k_scale, sm_scale.unwrap_or(self.problem.default_scale())),
+            false => (scale, scale),
+        };
         plan.run(
             gpu,
             gpu_kernel::Args {
@@ -475,6 +488,7 @@ impl BatchPlan {
                     Kv::Ragged(_) => gpu_kernel::Index::Ragged,
                 },
                 sm_scale: scale,
+                text_scale,
                 v_scale: pool.v_scale,
                 bound: &bound,
                 scratch,
@@ -498,7 +512,7 @@ impl BatchPlan {
         let pool = kv.pool();
         check_pool(op, pool, p)?;
         check_lens(op, kv, &self.kv_lens)?;
-        check_scale(op, sm_scale.unwrap_or(1.0 / (p.head_dim_qk as f32).sqrt()), pool.k_scale)
+        check_scale(op, sm_scale.unwrap_or(p.default_scale()), pool.k_scale)
     }
 
     /// The variant's parameters, checked.

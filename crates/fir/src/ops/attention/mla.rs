@@ -222,6 +222,7 @@ impl MlaPlan {
                         block_scales: None,
                         index: gpu_kernel::Index::Paged(table),
                         sm_scale: scale,
+                        text_scale: scale,
                         v_scale: kv.ckv_scale,
                         bound: &bound,
                         scratch,
