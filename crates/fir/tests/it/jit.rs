@@ -59,7 +59,7 @@ fn budget(source: &Source) -> (u32, u32) {
 
 /// Whether there is a compiler; says so when not, and fails when there must be one.
 #[expect(clippy::print_stderr, reason = "a skip must be seen")]
-fn has_compiler() -> bool {
+pub(crate) fn has_compiler() -> bool {
     match jit::compiler() {
         Ok(_) => true,
         Err(e) if std::env::var(fir::env::FIR_REQUIRE_NVRTC).is_ok_and(|v| v == "1") => panic!("{e}"),

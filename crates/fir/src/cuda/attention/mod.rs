@@ -20,6 +20,7 @@ use std::sync::Arc;
 use self::form::{AttentionParams, Form, Instance, KvPool, KvTensor, OutParams, PlainParams, PrefillParams};
 use self::hooks::{Hooks, Known};
 use self::list::{List, Order};
+use super::arch::Arch;
 use super::call::Call;
 use super::driver::Grid;
 use super::exec::{Gpu, Kernel};
@@ -69,10 +70,23 @@ fn choose(spec: &Spec, long: bool) -> Result<Form> {
     Err(Error::Unsupported { op: spec.op, why })
 }
 
+/// What a plan of `spec` may need, for pages of any size.
+pub(crate) fn sources(spec: &Spec, arch: Arch) -> Result<Vec<Source>> {
+    let (hooks, shared) = (Hooks::new(&spec.variant), arch.typical().1);
+    let mut all: Vec<Source> = Vec::new();
+    for (long, runs) in [(false, true), (true, true), (false, false)] {
+        let source = choose(spec, long)?.instance(spec, &hooks, shared, runs).source;
+        if !all.contains(&source) {
+            all.push(source);
+        }
+    }
+    Ok(all)
+}
+
 /// Instantiations for `fir jit build` and the tests: those of common models. A user's variant has others.
 pub(super) fn kernels() -> Vec<Source> {
     use crate::variant::{alibi, causal, custom_mask, rope_llama, sigmoid, sink, sliding_window, soft_cap, standard};
-    let arch = super::arch::Arch::HOPPER.typical().1;
+    let arch = Arch::HOPPER.typical().1;
     let spec = |q, kv, out, [dim_qk, dim_vo]: [usize; 2], variant| Spec {
         op: "kernels",
         q,

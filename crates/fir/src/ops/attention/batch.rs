@@ -52,6 +52,31 @@ impl Problem {
         self.qo_heads / self.kv_heads.max(1)
     }
 
+    /// The kernels that a plan of it may need on a device of `arch`, for [`jit::build`](crate::jit::build): those of a
+    /// variant of your own are in no list.
+    #[cfg(feature = "cuda")]
+    pub fn kernels(&self, arch: crate::jit::Arch) -> Result<Vec<crate::jit::Source>> {
+        const OP: &str = "Problem::kernels";
+        self.check(OP)?;
+        gpu_kernel::sources(&self.spec(OP, false), arch)
+    }
+
+    #[cfg(feature = "cuda")]
+    fn spec(&self, op: &'static str, states: bool) -> gpu_kernel::Spec {
+        gpu_kernel::Spec {
+            op,
+            q: self.q_dtype,
+            kv: self.kv_dtype,
+            out: self.out_dtype,
+            dim_qk: self.head_dim_qk,
+            dim_vo: self.head_dim_vo,
+            dim_pe: None,
+            group: self.group(),
+            states,
+            variant: self.variant.clone(),
+        }
+    }
+
     fn default_scale(&self) -> f32 {
         1.0 / (self.head_dim_qk as f32).sqrt()
     }
@@ -219,18 +244,7 @@ impl BatchPlan {
             Exec::Cpu(cpu) => Backend::Cpu(Shape::new(cpu, problem.group(), &types)),
             #[cfg(feature = "cuda")]
             Exec::Cuda(gpu) => {
-                let spec = gpu_kernel::Spec {
-                    op: OP,
-                    q: problem.q_dtype,
-                    kv: problem.kv_dtype,
-                    out: problem.out_dtype,
-                    dim_qk: problem.head_dim_qk,
-                    dim_vo: problem.head_dim_vo,
-                    dim_pe: None,
-                    group: problem.group(),
-                    states: used == Use::Level,
-                    variant: problem.variant.clone(),
-                };
+                let spec = problem.spec(OP, used == Use::Level);
                 let (tiles, decodes) = ([requests, problem.kv_heads], used == Use::Decodes);
                 Backend::Cuda(Box::new(gpu_kernel::Plan::new(gpu, spec, tiles, split, decodes)?))
             }
