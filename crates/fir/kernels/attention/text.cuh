@@ -67,7 +67,7 @@ namespace flashinfer {
 
 namespace math {
 constexpr float log2e = 1.44269504088896340736f, loge2 = 0.693147180559945309417f;
-constexpr float inf = __builtin_bit_cast(float, 0x7f800000);
+[[maybe_unused]] constexpr float inf = __builtin_bit_cast(float, 0x7f800000);
 __device__ __forceinline__ float ptx_exp2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 __device__ __forceinline__ float ptx_log2(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 __device__ __forceinline__ float ptx_rcp(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }

@@ -601,7 +601,9 @@ impl Variant {
         let theirs = other.draft(|id| ids[id as usize]);
         for (one, another) in [(&self, &other), (&other, &self)] {
             let i = &another.0;
-            if one.0.text.is_some() && (i.logits.is_some() || i.init.is_some() || i.output.is_some() || i.text.is_some()) {
+            if one.0.text.is_some()
+                && (i.logits.is_some() || i.init.is_some() || i.output.is_some() || i.text.is_some())
+            {
                 let got = format!("logits, init, output or text of `{}`", another.name());
                 let want = "masks and transforms alone beside hooks of text".into();
                 return Err(refuse(format!("hooks of `{}`", one.name()), got, want));

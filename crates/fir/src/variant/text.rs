@@ -81,7 +81,8 @@ impl Variant {
             }
         }
         // Where the struct says it: the compiled text asserts that it was read right.
-        let says = source.split("use_softmax").nth(1).map(|rest| rest.trim_start().trim_start_matches('=').trim_start());
+        let says =
+            source.split("use_softmax").nth(1).map(|rest| rest.trim_start().trim_start_matches('=').trim_start());
         let text = Text { name: name.into(), source: source.into() };
         let draft = Draft::of_text(text, says.is_some_and(|s| s.starts_with("false")));
         finish(name.into(), params.iter().map(|(n, t)| ((*n).into(), *t)).collect(), Vec::new(), draft)

@@ -367,7 +367,8 @@ impl Plan {
 
     /// Queues one layer.
     pub(crate) fn run<'a>(&'a self, gpu: &'a Gpu, args: Args<'a>) -> Result<()> {
-        let Args { op, q, q_pe, k, v, kpe, block_scales, index, sm_scale, text_scale, v_scale, bound, scratch, sink } = args;
+        let Args { op, q, q_pe, k, v, kpe, block_scales, index, sm_scale, text_scale, v_scale, bound, scratch, sink } =
+            args;
         let spec = &self.spec;
         list::check(op, &self.gpu, gpu)?;
         let mut call = Call::new(gpu, op);

@@ -52,10 +52,10 @@ impl Problem {
         self.qo_heads / self.kv_heads.max(1)
     }
 
-    /// The kernels that a plan of it may need on a device of `arch`, for [`jit::build`](crate::jit::build): those of a
+    /// The kernels that a plan of it may need on a device of `arch`, for [`jit::build`](cuda::jit::build): those of a
     /// variant of your own are in no list.
     #[cfg(feature = "cuda")]
-    pub fn kernels(&self, arch: crate::jit::Arch) -> Result<Vec<crate::jit::Source>> {
+    pub fn kernels(&self, arch: cuda::jit::Arch) -> Result<Vec<cuda::jit::Source>> {
         const OP: &str = "Problem::kernels";
         self.check(OP)?;
         gpu_kernel::sources(&self.spec(OP, false), arch)
