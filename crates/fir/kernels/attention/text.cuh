@@ -115,6 +115,7 @@ struct TextHooks : Rest {
   static_assert(!IsOwn<decltype(&X::template KeyTransform<View, float>)>::value, "KEY_TRANSFORM is not taken: scale in LOGITS_TRANSFORM");
   static constexpr bool kOwnMask = IsOwn<decltype(&X::template LogitsMask<View>)>::value;
   static constexpr bool kSoftmax = X::use_softmax, kHasLogits = true, kHasMask = Rest::kHasMask || kOwnMask,
+                        kMaskReads = Rest::kMaskReads || kOwnMask,
                         kHasInit = kSoftmax && IsOwn<decltype(&X::template update_m_d<View, float>)>::value,
                         kHasOutput = IsOwn<decltype(&X::template OutputTransform<View, float, float>)>::value;
   static_assert(kSoftmax == Rest::kSoftmax, "use_softmax must be written as `use_softmax = true` or `= false`");

@@ -63,6 +63,7 @@ fn write_source(out: &mut String, v: &Variant) -> std::fmt::Result {
     }
     writeln!(out, "}};\n\nstruct {name} {{\n  using Params = {name}_Params;")?;
     let inner = &*v.0;
+    let reads = |e: &Expr| e.order.iter().any(|&id| matches!(inner.nodes[id as usize], Op::At(..) | Op::Bit(..)));
     for (flag, value) in [
         ("Softmax", inner.normalize == Normalize::Softmax),
         ("HasQuery", !inner.query.is_empty()),
@@ -70,6 +71,7 @@ fn write_source(out: &mut String, v: &Variant) -> std::fmt::Result {
         ("HasValue", !inner.value.is_empty()),
         ("HasLogits", inner.logits.is_some()),
         ("HasMask", inner.mask.is_some()),
+        ("MaskReads", inner.mask.as_ref().is_some_and(reads)),
         ("HasInit", inner.init.is_some()),
         ("HasOutput", inner.output.is_some()),
     ] {

@@ -48,8 +48,13 @@ pub(crate) struct Spec {
     pub(crate) group: usize,
     /// Rows stay unfinished, for [`levels`].
     pub(crate) states: bool,
+    /// Made for [`MANY`] query tiles and more.
+    pub(crate) many: bool,
     pub(crate) variant: Variant,
 }
+
+/// Query tiles from which on more and smaller blocks are faster: see `decode.cuh`'s shapes in [`form`].
+pub(crate) const MANY: usize = 64;
 
 /// Rows of one tensor-core tile: most rows of a short query tile, unless one token has more.
 const ROWS: usize = 16;
@@ -74,7 +79,8 @@ fn choose(spec: &Spec, long: bool) -> Result<Form> {
 pub(crate) fn sources(spec: &Spec, arch: Arch) -> Result<Vec<Source>> {
     let (hooks, shared) = (Hooks::new(&spec.variant), arch.typical().1);
     let mut all: Vec<Source> = Vec::new();
-    for (long, runs) in [(false, true), (true, true), (false, false)] {
+    let many = Spec { many: true, ..spec.clone() };
+    for (spec, long, runs) in [(spec, false, true), (&many, false, true), (spec, true, true), (spec, false, false)] {
         let source = choose(spec, long)?.instance(spec, &hooks, shared, runs).source;
         if !all.contains(&source) {
             all.push(source);
@@ -97,6 +103,7 @@ pub(super) fn kernels() -> Vec<Source> {
         dim_pe: None,
         group: 1,
         states: false,
+        many: false,
         variant,
     };
     let (f32, f16, bf16) = (DType::F32, DType::F16, DType::BF16);
@@ -106,6 +113,7 @@ pub(super) fn kernels() -> Vec<Source> {
             specs.push(spec(d, d, d, dims, standard()));
         }
         specs.push(spec(d, d, d, [128, 128], causal()));
+        specs.extend([standard(), causal()].map(|v| Spec { many: true, ..spec(d, d, d, [128, 128], v) }));
     }
     for kv in [DType::E4M3, DType::E5M2] {
         specs.extend([[64, 64], [128, 128], [256, 256]].map(|dims| spec(bf16, kv, bf16, dims, standard())));

@@ -58,11 +58,11 @@ impl Problem {
     pub fn kernels(&self, arch: cuda::jit::Arch) -> Result<Vec<cuda::jit::Source>> {
         const OP: &str = "Problem::kernels";
         self.check(OP)?;
-        gpu_kernel::sources(&self.spec(OP, false), arch)
+        gpu_kernel::sources(&self.spec(OP, false, 0), arch)
     }
 
     #[cfg(feature = "cuda")]
-    fn spec(&self, op: &'static str, states: bool) -> gpu_kernel::Spec {
+    fn spec(&self, op: &'static str, states: bool, requests: usize) -> gpu_kernel::Spec {
         gpu_kernel::Spec {
             op,
             q: self.q_dtype,
@@ -73,6 +73,7 @@ impl Problem {
             dim_pe: None,
             group: self.group(),
             states,
+            many: requests >= gpu_kernel::MANY,
             variant: self.variant.clone(),
         }
     }
@@ -244,7 +245,7 @@ impl BatchPlan {
             Exec::Cpu(cpu) => Backend::Cpu(Shape::new(cpu, problem.group(), &types)),
             #[cfg(feature = "cuda")]
             Exec::Cuda(gpu) => {
-                let spec = problem.spec(OP, used == Use::Level);
+                let spec = problem.spec(OP, used == Use::Level, requests);
                 let (tiles, decodes) = ([requests, problem.kv_heads], used == Use::Decodes);
                 Backend::Cuda(Box::new(gpu_kernel::Plan::new(gpu, spec, tiles, split, decodes)?))
             }

@@ -104,6 +104,7 @@ impl MlaPlan {
                     dim_pe: Some(problem.head_dim_kpe),
                     group: problem.heads,
                     states: false,
+                    many: false,
                     variant: variant.clone(),
                 };
                 Backend::Cuda(Box::new(gpu_kernel::Plan::new(gpu, spec, [qo.batch(), 1], split, false)?))
