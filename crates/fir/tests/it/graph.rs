@@ -76,8 +76,9 @@ impl Device {
 
     /// Calls `run` with copies of `outs`, then records it with others and replays that.
     #[track_caller]
-    fn check(&self, name: &str, outs: &[Tensor], mut run: impl FnMut(&mut [Tensor]) -> Result<()>) {
-        let (mut called, mut recorded) = (outs.to_vec(), outs.to_vec());
+    fn check(&self, name: &str, outs: &[&Tensor], mut run: impl FnMut(&mut [Tensor]) -> Result<()>) {
+        let copies = || -> Vec<Tensor> { outs.iter().map(|&t| t.clone()).collect() };
+        let (mut called, mut recorded) = (copies(), copies());
         run(&mut called).unwrap_or_else(|e| panic!("{name}: {e}"));
         let before = Self::read(&recorded);
         let graph =
@@ -99,27 +100,25 @@ fn token_operators_are_recorded() {
     let exec = &d.exec;
     let (x, w, out) =
         (d.normals(DType::BF16, &[9, 512]), d.normals(DType::BF16, &[512]), d.zeros(DType::BF16, &[9, 512]));
-    d.check("rms_norm", &[out.clone()], |o| norm::rms_norm(exec, x.view(), w.view(), 1e-5, o[0].view_mut()));
-    d.check("layer_norm", &[out.clone()], |o| {
-        norm::layer_norm(exec, x.view(), w.view(), w.view(), 1e-5, o[0].view_mut())
-    });
-    d.check("fused_add_rms_norm", &[x.clone(), x.clone()], |o| {
+    d.check("rms_norm", &[&out], |o| norm::rms_norm(exec, x.view(), w.view(), 1e-5, o[0].view_mut()));
+    d.check("layer_norm", &[&out], |o| norm::layer_norm(exec, x.view(), w.view(), w.view(), 1e-5, o[0].view_mut()));
+    d.check("fused_add_rms_norm", &[&x, &x], |o| {
         let [a, b] = o else { unreachable!() };
         norm::fused_add_rms_norm(exec, a.view_mut(), b.view_mut(), w.view(), 1e-5)
     });
-    d.check("silu_and_mul", &[d.zeros(DType::BF16, &[9, 256])], |o| {
+    d.check("silu_and_mul", &[&d.zeros(DType::BF16, &[9, 256])], |o| {
         activation::silu_and_mul(exec, x.view(), o[0].view_mut())
     });
-    d.check("quantize_fp8", &[d.zeros(DType::E4M3, &[9, 512]), d.zeros(DType::F32, &[9, 4])], |o| {
+    d.check("quantize_fp8", &[&d.zeros(DType::E4M3, &[9, 512]), &d.zeros(DType::F32, &[9, 4])], |o| {
         let [a, b] = o else { unreachable!() };
         quantize::quantize_fp8(exec, x.view(), Block::GROUP, a.view_mut(), b.view_mut())
     });
-    d.check("quantize_nvfp4", &[d.zeros(DType::E2M1x2, &[9, 256]), d.zeros(DType::E4M3, &[9, 32])], |o| {
+    d.check("quantize_nvfp4", &[&d.zeros(DType::E2M1x2, &[9, 256]), &d.zeros(DType::E4M3, &[9, 32])], |o| {
         let [a, b] = o else { unreachable!() };
         quantize::quantize_nvfp4(exec, x.view(), 1.0, a.view_mut(), b.view_mut())
     });
     let (bits, parts) = (d.of(&[Bool(1); 37]), Ragged::from_lens(&[3, 30, 4]).unwrap());
-    d.check("segment_packbits", &[d.zeros(DType::U8, &[6])], |o| {
+    d.check("segment_packbits", &[&d.zeros(DType::U8, &[6])], |o| {
         quantize::segment_packbits(exec, bits.view(), &parts, BitOrder::Little, o[0].view_mut())
     });
     let (q, k) = (d.normals(DType::BF16, &[6, 4, 64]), d.normals(DType::BF16, &[6, 2, 64]));
@@ -128,7 +127,7 @@ fn token_operators_are_recorded() {
         ("apply_rope at ids", Positions::Ids(ids.view())),
         ("apply_rope of requests", Positions::Ragged { indptr: &two, offsets: starts.view() }),
     ] {
-        d.check(name, &[q.clone(), k.clone()], |o| {
+        d.check(name, &[&q, &k], |o| {
             let [a, b] = o else { unreachable!() };
             rope::apply_rope_in_place(exec, at, Rope::default(), a.view_mut(), b.view_mut())
         });
@@ -144,7 +143,7 @@ fn token_operators_are_recorded() {
             Slots::Tokens { table: &table, batch_indices: requests.view(), positions: places.view() },
         ),
     ] {
-        d.check(name, &pools, |o| {
+        d.check(name, &pools.each_ref(), |o| {
             let [a, b] = o else { unreachable!() };
             let cache = PagedKvMut::new(a.view_mut(), b.view_mut(), KvLayout::Nhd)?;
             page::append_paged_kv(exec, k.view(), k.view(), slots, cache)
@@ -159,30 +158,26 @@ fn samplers_are_recorded() {
     let (logits, probs) = (d.normals(DType::F32, &[3, 5000]), d.probs(&[3, 5000]));
     let (heat, states) = ([0.5, 1.0, 2.0], [STATE, RngState { seed: 8, ..STATE }, RngState { seed: 9, ..STATE }]);
     let (tokens, like) = (d.zeros(DType::I32, &[3]), d.zeros(DType::F32, &[3, 5000]));
-    d.check("softmax", &[like.clone()], |o| {
-        sampling::softmax(exec, logits.view(), PerRow::Each(&heat), o[0].view_mut())
-    });
-    d.check("top_k_top_p_sample", &[tokens.clone()], |o| {
+    d.check("softmax", &[&like], |o| sampling::softmax(exec, logits.view(), PerRow::Each(&heat), o[0].view_mut()));
+    d.check("top_k_top_p_sample", &[&tokens], |o| {
         let draw = Draw { rng: PerRow::Each(&states), indices: None, out: o[0].view_mut(), valid: None };
         let (k, p) = (PerRow::Each(&[50, 7, 900][..]), PerRow::Each(&[0.9, 0.5, 1.0][..]));
         sampling::top_k_top_p_sample(exec, probs.view(), k, p, FilterOrder::Joint, draw)
     });
-    d.check("sample_from_logits", &[tokens], |o| {
+    d.check("sample_from_logits", &[&tokens], |o| {
         sampling::sample_from_logits(exec, logits.view(), PerRow::Each(&heat), Draw::new(STATE, o[0].view_mut()))
     });
-    d.check("top_p_renorm", &[like.clone()], |o| {
-        sampling::top_p_renorm(exec, probs.view(), 0.5.into(), o[0].view_mut())
-    });
-    d.check("top_k_mask_logits", &[like], |o| {
+    d.check("top_p_renorm", &[&like], |o| sampling::top_p_renorm(exec, probs.view(), 0.5.into(), o[0].view_mut()));
+    d.check("top_k_mask_logits", &[&like], |o| {
         sampling::top_k_mask_logits(exec, logits.view(), 20.into(), o[0].view_mut())
     });
-    d.check("top_k", &[d.zeros(DType::F32, &[3, 40]), d.zeros(DType::I32, &[3, 40])], |o| {
+    d.check("top_k", &[&d.zeros(DType::F32, &[3, 40]), &d.zeros(DType::I32, &[3, 40])], |o| {
         let [a, b] = o else { unreachable!() };
         topk::top_k(exec, logits.view(), TopKOrder::Value, a.view_mut(), b.view_mut())
     });
     let (drafts, target) = (d.probs(&[2, 3, 500]), d.probs(&[2, 4, 500]));
     let drafted = d.of(&[4, 9, 100, 7, 8, 499]).reshaped(&[2, 3]).unwrap();
-    d.check("chain_speculative_sample", &[d.zeros(DType::I32, &[2, 4])], |o| {
+    d.check("chain_speculative_sample", &[&d.zeros(DType::I32, &[2, 4])], |o| {
         speculative::chain_speculative_sample(
             exec,
             ChainArgs {
@@ -205,15 +200,15 @@ fn products_are_recorded() {
     let exec = &d.exec;
     let (x, w, out) =
         (d.normals(DType::BF16, &[10, 128]), d.normals(DType::BF16, &[96, 128]), d.zeros(DType::BF16, &[10, 96]));
-    d.check("gemm", &[out.clone()], |o| gemm::gemm(exec, x.view(), w.view(), o[0].view_mut()));
+    d.check("gemm", &[&out], |o| gemm::gemm(exec, x.view(), w.view(), o[0].view_mut()));
     let (groups, each) = (Ragged::from_lens(&[3, 0, 7]).unwrap(), d.normals(DType::BF16, &[3, 96, 128]));
-    d.check("grouped_gemm", &[out], |o| {
+    d.check("grouped_gemm", &[&out], |o| {
         let (x, w, out) = (x.view().into(), each.view().into(), o[0].view_mut());
         gemm::grouped_gemm(exec, GroupedArgs { x, indptr: &groups, w, weight_indices: None, out })
     });
     let logits = d.normals(DType::F32, &[10, 4]);
     let routed = [d.zeros(DType::I32, &[10, 2]), d.zeros(DType::F32, &[10, 2])];
-    d.check("route", &routed, |o| {
+    d.check("route", &routed.each_ref(), |o| {
         let [ids, weights] = o else { unreachable!() };
         let (ids, weights, logits) = (ids.view_mut(), weights.view_mut(), logits.view());
         moe::route(exec, Routing::default(), RouteArgs { logits, bias: None, ids, weights })
@@ -222,7 +217,7 @@ fn products_are_recorded() {
         (d.of(&[0, 1, 2, 3, 3, 2, 1, 0, 0, 2, 1, 3, 2, 0, 3, 1, 0, 1, 2, 3]), d.normals(DType::F32, &[10, 2]));
     let ids = ids.reshaped(&[10, 2]).unwrap();
     let (up, down) = (d.normals(DType::BF16, &[4, 128, 128]), d.normals(DType::BF16, &[4, 128, 64]));
-    d.check("moe_ffn", &[d.zeros(DType::BF16, &[10, 128])], |o| {
+    d.check("moe_ffn", &[&d.zeros(DType::BF16, &[10, 128])], |o| {
         let (w_gate_up, w_down, out) = (up.view().into(), down.view().into(), o[0].view_mut());
         let (x, ids, weights, gate) = (x.view(), ids.view(), weights.view(), Gate::Silu);
         moe::moe_ffn(exec, FfnArgs { x, ids, weights, w_gate_up, w_down, gate, out })
@@ -245,7 +240,7 @@ fn attention_is_recorded() {
     let (prefix, own) = (table(&[0, 2], &[2, 5], &[32]), table(&[0, 3, 4], &[1, 0, 7, 4], &[40, 5]));
     let (q, params, out) = (d.normals(DType::BF16, &[3, 4, 64]), Params::new(), d.zeros(DType::BF16, &[3, 4, 64]));
     let mut scratch = plan.scratch();
-    d.check("cascade", &[out.clone()], |o| {
+    d.check("cascade", &[&out], |o| {
         let (scratch, out) = (&mut scratch[..], o[0].view_mut());
         let (q, kv) = (q.view(), &[Kv::Paged(kv, &prefix), Kv::Paged(kv, &own)]);
         plan.run(exec, CascadeArgs { q, kv, params: &params, sm_scale: None, scratch, out, lse: None })
@@ -253,7 +248,7 @@ fn attention_is_recorded() {
     let mask = BlockMask { indptr: &[0, 1, 3], indices: &[1, 0, 1], rows: 3, cols: 32, block_rows: 2, block_cols: 16 };
     let plan = SparsePlan::new(exec, problem, mask, Split::Balanced).unwrap();
     let (rows, mut scratch) = (d.normals(DType::BF16, &[32, 2, 64]), plan.scratch());
-    d.check("block-sparse", &[out], |o| {
+    d.check("block-sparse", &[&out], |o| {
         let (k, v, scratch, out) = (rows.view(), rows.view(), &mut scratch, o[0].view_mut());
         plan.run(exec, SparseArgs { q: q.view(), k, v, params: &params, sm_scale: None, scratch, out, lse: None })
     });
@@ -264,13 +259,13 @@ fn attention_is_recorded() {
     let (ckv, kpe) = (d.normals(DType::BF16, &[8, 16, 64]), d.normals(DType::BF16, &[8, 16, 16]));
     let (q_nope, q_pe) = (d.normals(DType::BF16, &[3, 4, 64]), d.normals(DType::BF16, &[3, 4, 16]));
     let mut scratch = plan.scratch();
-    d.check("latent", &[d.zeros(DType::BF16, &[3, 4, 64])], |o| {
+    d.check("latent", &[&d.zeros(DType::BF16, &[3, 4, 64])], |o| {
         let (q_nope, q_pe, kv) = (q_nope.view(), q_pe.view(), PagedMla::new(ckv.view(), kpe.view())?);
         let (scratch, out) = (&mut scratch, o[0].view_mut());
         plan.run(exec, MlaArgs { q_nope, q_pe, kv, table: &own, sm_scale: 0.1, scratch, out, lse: None })
     });
     let (o, lse) = (d.normals(DType::BF16, &[3, 5, 4, 64]), d.normals(DType::F32, &[3, 5, 4]));
-    d.check("merge_states", &[d.zeros(DType::BF16, &[3, 4, 64]), d.zeros(DType::F32, &[3, 4])], |outs| {
+    d.check("merge_states", &[&d.zeros(DType::BF16, &[3, 4, 64]), &d.zeros(DType::F32, &[3, 4])], |outs| {
         let [a, b] = outs else { unreachable!() };
         attention::merge_states(exec, (o.view(), lse.view()), (a.view_mut(), b.view_mut()))
     });
