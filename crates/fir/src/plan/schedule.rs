@@ -71,6 +71,10 @@ impl Token {
     pub(crate) fn list(q_lens: &[u32], kv_lens: &[u32], tokens: &mut Vec<Self>) {
         for (r, (&q_len, &kv_len)) in q_lens.iter().zip(kv_lens).enumerate() {
             let token = Self { batch: r as i32, q_idx: 0, q_len: q_len as i32, kv_len: kv_len as i32 };
+            if q_len == 1 {
+                tokens.push(token);
+                continue;
+            }
             tokens.extend((0..q_len as i32).map(|q_idx| Self { q_idx, ..token }));
         }
     }
@@ -303,7 +307,7 @@ impl Schedule {
         self.bounds.push(0);
         for e in entries {
             let (all, cost, rows) = (tiles(e), tile_cost(e.q_len * cut.group), e.q_len * cut.group);
-            let mut at = 0;
+            let (mut at, mut parts, first) = (0, 0, self.partial_rows);
             while at < all {
                 // The tile that crosses the border of a share goes to the share it starts in.
                 let room = border.saturating_sub(done);
@@ -318,24 +322,24 @@ impl Schedule {
                 let mut partial = Item::WHOLE;
                 if take < all {
                     partial = self.partials(heads, rows)?;
-                    if at == 0 {
-                        self.merges.extend((0..heads).map(|head| Merge {
-                            request: e.request,
-                            q_start: e.q_start,
-                            q_len: e.q_len,
-                            head,
-                            first: partial + head * rows,
-                            stride: heads * rows,
-                            parts: 0,
-                        }));
-                    }
-                    // Nothing else was cut since the entry's first part: its merges are the last, its parts neighbours.
-                    self.merges.iter_mut().rev().take(heads as usize).for_each(|m| m.parts += 1);
+                    parts += 1;
                 }
                 let place = |tile: u64| e.kv_start + tile as u32 * TILE_KV as u32;
                 self.items.push(e.item([0, heads], [place(at), e.kv_end.min(place(at + take))], partial));
                 at += take;
                 done += take * cost;
+            }
+            if parts > 0 {
+                // Nothing else was cut in between: its parts are neighbours.
+                self.merges.extend((0..heads).map(|head| Merge {
+                    request: e.request,
+                    q_start: e.q_start,
+                    q_len: e.q_len,
+                    head,
+                    first: first + head * rows,
+                    stride: heads * rows,
+                    parts,
+                }));
             }
         }
         self.bounds.resize(most as usize + 1, self.items.len() as u32);
@@ -503,7 +507,10 @@ fn queue_parts(entries: &[Entry], heads: u64, workers: u64) -> u64 {
 
 /// `total * part / of`, which may pass through 2^64.
 fn share(total: u64, part: u64, of: u64) -> u64 {
-    (u128::from(total) * u128::from(part) / u128::from(of)) as u64
+    match total.checked_mul(part) {
+        Some(product) => product / of,
+        None => (u128::from(total) * u128::from(part) / u128::from(of)) as u64,
+    }
 }
 
 /// Cost of a KV tile for one head against `rows` query rows: that of reading the tile counts as 8 rows' arithmetic.

@@ -172,13 +172,19 @@ impl List {
         if kv_base.is_some() {
             head[at_tokens..][..tokens.len() * 16].copy_from_slice(bytemuck::cast_slice(tokens));
         }
-        let line = |item: &Item, next: Option<usize>| {
+        let (all, mut near) = (schedule.merges(), 0);
+        let mut line = |item: &Item, next: Option<usize>| {
             let token = tokens[item.q_start as usize];
             let (mut partial, mut merge) = (-1, 0);
             if item.partial != Item::WHOLE {
                 let key = (item.q_start, item.head_start);
-                partial = item.partial as i32;
-                merge = schedule.merges().binary_search_by_key(&key, |m| (m.q_start, m.head)).unwrap_or(0) as i32;
+                // Parts mostly follow each other as their merges do: the last one's, or that of the next cut tile.
+                let here = |at: &usize| all.get(*at).is_some_and(|m| (m.q_start, m.head) == key);
+                near = [near, near + schedule.team()]
+                    .into_iter()
+                    .find(here)
+                    .unwrap_or_else(|| all.binary_search_by_key(&key, |m| (m.q_start, m.head)).unwrap_or(0));
+                (partial, merge) = (item.partial as i32, near as i32);
             }
             WorkItem {
                 request: token.batch,
