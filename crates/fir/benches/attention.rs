@@ -381,20 +381,27 @@ fn mla(suite: &mut Suite, small: bool) {
 }
 
 fn plans(suite: &mut Suite) {
-    let exec = Exec::cpu().unwrap();
-    for batch in [1usize, 64, 256] {
-        let lens: Vec<u32> = (0..batch as u32).map(|i| 100 + i * 37 % 4000).collect();
-        let problem = Problem::new(HEADS, KV_HEADS, DIM, DType::BF16, variant::standard());
-        let plan = DecodePlan::with_capacity(&exec, problem, batch, Split::Balanced).unwrap();
-        suite.bench(
-            &format!("attention/plan/h32x8-d128-bf16/b{batch}/decode"),
-            Work::default(),
-            plan,
-            |plan| plan.refill(&lens).unwrap(),
-            |plan| {
-                let items: usize = (0..exec.workers()).map(|w| plan.schedule().of(w).len()).sum();
-                if items >= batch { Ok(()) } else { Err(format!("{items} items")) }
-            },
-        );
+    // The GPU's is a dry one: all but the copy of the list.
+    let cpu = ("decode", Exec::cpu().unwrap());
+    #[cfg(feature = "cuda")]
+    let execs = [cpu, ("decode-gpu", Exec::Cuda(fir::exec::Gpu::dry(fir::exec::Arch::HOPPER)))];
+    #[cfg(not(feature = "cuda"))]
+    let execs = [cpu];
+    for (name, exec) in &execs {
+        for batch in [1usize, 64, 256] {
+            let lens: Vec<u32> = (0..batch as u32).map(|i| 100 + i * 37 % 4000).collect();
+            let problem = Problem::new(HEADS, KV_HEADS, DIM, DType::BF16, variant::standard());
+            let plan = DecodePlan::with_capacity(exec, problem, batch, Split::Balanced).unwrap();
+            suite.bench(
+                &format!("attention/plan/h32x8-d128-bf16/b{batch}/{name}"),
+                Work::default(),
+                plan,
+                |plan| plan.refill(&lens).unwrap(),
+                |plan| {
+                    let items = plan.schedule().items().len();
+                    if items >= batch { Ok(()) } else { Err(format!("{items} items")) }
+                },
+            );
+        }
     }
 }

@@ -42,42 +42,32 @@ struct GeluTanh {
   }
 };
 
-// kVecs: chunks of each half that a thread has under way at once. kVector: both halves and out are aligned for vectors.
-template <class T, class Act, int kVecs, bool kVector>
+// kVector: both halves and out are aligned for vectors. A thread has one chunk of each half under way: two or four are no
+// faster (8192 x 8192 bf16 on an H200: 100.3 us, 99.6, 100.0; 4096 x 4096: 29.9, 30.6, 30.4).
+template <class T, class Act, bool kVector>
 __global__ void __launch_bounds__(256) act_and_mul(const __grid_constant__ ActivationParams p) {
   constexpr int kL = kLanes<T>;
   const u32 log_width = 31 - __clz(p.width), per_block = blockDim.x >> log_width;
-  const u32 part = blockIdx.x % p.parts;
-  const u32 lane = threadIdx.x & (p.width - 1), step = p.width * kL;
+  const u32 at = (blockIdx.x % p.parts * p.width + (threadIdx.x & (p.width - 1))) * kL;
   wait_for_previous();
   for (u64 first = u64(blockIdx.x / p.parts) * per_block; first < p.rows; first += u64(gridDim.x / p.parts) * per_block) {
     const u64 r = first + (threadIdx.x >> log_width);
     if (r >= p.rows) break;
     const T* gate = static_cast<const T*>(p.x) + row_offset(u32(r), p.rows, p.inner, p.x_outer, p.x_stride);
-    const T* up = gate + p.d;
     T* out = static_cast<T*>(p.out) + row_offset(u32(r), p.rows, p.inner, p.out_outer, p.out_stride);
-    const u32 begin = part * kVecs * step + lane * kL;
-    Chunk g[kVecs] = {}, u[kVecs] = {};
-#pragma unroll
-    for (int v = 0; v < kVecs; ++v) {
-      u32 at = begin + v * step;
-      if (at < p.d) {
-        g[v] = load_chunk<kVector>(gate, at, p.d);
-        u[v] = load_chunk<kVector>(up, at, p.d);
-      }
+    Chunk g = {}, u = {};
+    if (at < p.d) {
+      g = load_chunk<kVector>(gate, at, p.d);
+      u = load_chunk<kVector>(gate + p.d, at, p.d);
     }
     start_next();
+    if (at >= p.d) continue;
+    float a[kL], b[kL];
+    widen<T>(g, a);
+    widen<T>(u, b);
 #pragma unroll
-    for (int v = 0; v < kVecs; ++v) {
-      u32 at = begin + v * step;
-      if (at >= p.d) break;
-      float a[kL], b[kL];
-      widen<T>(g[v], a);
-      widen<T>(u[v], b);
-#pragma unroll
-      for (int i = 0; i < kL; ++i) a[i] = Act::apply(a[i]) * b[i];
-      store_elements<kVector>(out, at, p.d, a);
-    }
+    for (int i = 0; i < kL; ++i) a[i] = Act::apply(a[i]) * b[i];
+    store_elements<kVector>(out, at, p.d, a);
   }
 }
 

@@ -106,7 +106,7 @@ struct Bracket {
       for (u32 j = 0; j < 2; ++j) {
         const u32 i = c + j * kThreads, at = i / 4 * (16 * kSampled) + i % 4 * 4;
         if (aligned && at + 4 <= n) {
-          const Chunk v = load_shared(p + at);
+          const Chunk v = load(p + at);
 #pragma unroll
           for (u32 e = 0; e < 4; ++e) x[j][e] = float_of(v.word[e]);
         } else {

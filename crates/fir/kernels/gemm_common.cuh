@@ -153,7 +153,7 @@ struct Store {
         const float4 a = old[0], b = old[1];
         y[0] += a.x, y[1] += a.y, y[2] += a.z, y[3] += a.w, y[4] += b.x, y[5] += b.y, y[6] += b.z, y[7] += b.w;
       } else {
-        const Chunk c = load_stream(static_cast<const u16*>(p.out) + at);
+        const Chunk c = load(static_cast<const u16*>(p.out) + at);
         float old[8];
         if (p.out_type == 1) widen<f16>(c, old);
         else widen<bf16>(c, old);

@@ -53,10 +53,10 @@ template <class T, bool kVector>
 __device__ __forceinline__ void load_columns(const void* data, u32 type, u64 stride, u32 at, u32 len, float (&out)[kLanes<T>]) {
   constexpr int kL = kLanes<T>;
   if constexpr (kVector) {
-    if (type == kWeightType<T>) return widen<T>(load_shared(static_cast<const T*>(data) + at), out);
+    if (type == kWeightType<T>) return widen<T>(load(static_cast<const T*>(data) + at), out);
 #pragma unroll
     for (int c = 0; c < kL; c += 4) {
-      Chunk chunk = load_shared(static_cast<const float*>(data) + at + c);
+      Chunk chunk = load(static_cast<const float*>(data) + at + c);
 #pragma unroll
       for (int i = 0; i < 4; ++i) out[c + i] = float_of(chunk.word[i]);
     }
@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(kVecs == 0 || kVecs == 4 ? 512 : 256, kMinBloc
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
       u32 at = begin + v * step;
-      if (early_weight && at < p.hidden) cw[v] = load_shared(static_cast<const T*>(p.weight) + at);
+      if (early_weight && at < p.hidden) cw[v] = load(static_cast<const T*>(p.weight) + at);
     }
     start_next();
     float mean = 0.f, sum = 0.f;

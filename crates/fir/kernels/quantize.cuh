@@ -56,7 +56,7 @@ __device__ __forceinline__ Item<T> load_item(const T* row, u32 at, u32 end) {
 #pragma unroll
   for (int i = 0; i < int(sizeof(T)); ++i) {
     // Neighbours of a sector come from the first-level cache.
-    if constexpr (kVector) item.chunk[i] = load_shared(row + at + i * kLanes<T>);
+    if constexpr (kVector) item.chunk[i] = load(row + at + i * kLanes<T>);
     else item.chunk[i] = load_chunk<false>(row, at + i * kLanes<T>, end);
   }
   return item;

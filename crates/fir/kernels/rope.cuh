@@ -97,22 +97,19 @@ __device__ __forceinline__ u32 request_of(const i32* indptr, u32 batch, i64 toke
   return from;
 }
 
-// Sines and cosines of kTokens tokens from `first` on, by the whole block: `turn` gets, for each token, its cosines and then
-// its sines. NaN for a position that is not in the table: a fault that shows. The caller waits for the block.
-template <int kTokens>
-__device__ __forceinline__ void find_angles(const Angles& a, u32 first, u32 nnz, float* turn) {
-  __shared__ i64 start[kTokens];
+// Sines and cosines of a token, by the whole block: `turn` gets its cosines and then its sines. NaN for a position that is not
+// in the table: a fault that shows. The caller waits for the block.
+__device__ __forceinline__ void find_angles(const Angles& a, u32 token, float* turn) {
+  __shared__ i64 start;
   if (a.indptr) {
-    for (u32 j = threadIdx.x / 32; j < kTokens && first + j < nnz; j += blockDim.x / 32) {
-      const u32 r = request_of(a.indptr, a.batch, first + j);
-      if (threadIdx.x % 32 == 0) start[j] = load_integer(a.positions, r * a.position_stride, a.wide) + (i64(first + j) - a.indptr[r]);
+    if (threadIdx.x < 32) {
+      const u32 r = request_of(a.indptr, a.batch, token);
+      if (threadIdx.x == 0) start = load_integer(a.positions, r * a.position_stride, a.wide) + (i64(token) - a.indptr[r]);
     }
     __syncthreads();
   }
-  for (u32 at = threadIdx.x; at < kTokens * a.pairs; at += blockDim.x) {
-    const u32 j = at / a.pairs, i = at % a.pairs;
-    if (first + j >= nnz) break;
-    const i64 position = a.indptr ? start[j] : load_integer(a.positions, (first + j) * a.position_stride, a.wide);
+  for (u32 i = threadIdx.x; i < a.pairs; i += blockDim.x) {
+    const i64 position = a.indptr ? start : load_integer(a.positions, token * a.position_stride, a.wide);
     float s, c;
     if (a.table) {
       const bool inside = u64(position) < a.table_rows;
@@ -122,9 +119,8 @@ __device__ __forceinline__ void find_angles(const Angles& a, u32 first, u32 nnz,
     } else {
       sin_cos(position, a.frequencies, i, s, c);
     }
-    float* to = turn + j * 2 * a.pairs;
-    to[i] = c;
-    to[a.pairs + i] = s;
+    turn[i] = c;
+    turn[a.pairs + i] = s;
   }
 }
 

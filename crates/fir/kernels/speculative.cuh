@@ -26,7 +26,7 @@ struct Minus {
     if (!p) return;
     float y[4];
     if ((reinterpret_cast<u64>(p) & 15) == 0 && place + 4 <= n) {
-      widen<float>(load_stream(p + place), y);
+      widen<float>(load(p + place), y);
     } else {
 #pragma unroll
       for (u32 e = 0; e < 4; ++e) y[e] = place + e < n ? p[place + e] : 0.f;

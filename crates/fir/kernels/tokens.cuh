@@ -7,9 +7,9 @@
 // One kernel for rope, appending to pages, and both at once: a launch has up to five sides (queries, their unrotated part,
 // keys, theirs, values), whose elements a token's threads share.
 //
-// grid   ceil(nnz / kTokens)
-// block  up to 256: a thread has one unit, two groups of kEach elements of a row, of each of the block's tokens
-// smem   kTokens * 2 * pairs floats: cosines and sines, found while the rows are on their way
+// grid   nnz: a token each. Two or four to a block are slower (rope of 16384 x 40 x 128 bf16 on an H200: 95.5 us, 97.5, 97.0)
+// block  up to 256: a thread has one unit, two groups of kEach elements of a row
+// smem   2 * pairs floats: cosines and sines, found while the rows are on their way
 // needs  sm_80
 //
 // reads  each element once; nothing of a token without a place
@@ -100,7 +100,7 @@ template <class T, int kEach> struct Group {
   Chunk chunk[kChunks];
   __device__ __forceinline__ void load(const u8* p) {
 #pragma unroll
-    for (int i = 0; i < kChunks; ++i) chunk[i] = kChunks == 1 ? load_stream(p) : load_shared(p + 16 * i);
+    for (int i = 0; i < kChunks; ++i) chunk[i] = fir::load(p + 16 * i);
   }
   __device__ __forceinline__ void widened(float* out) const {
 #pragma unroll
@@ -158,13 +158,13 @@ __device__ __forceinline__ void rotate(float (&x)[2 * kEach], const float* cosin
 }
 
 // kEach: the elements of 16 bytes (of a block, for NVFP4), with rows and groups aligned to them; 1 for any rows.
-template <class T, class O, int kEach, int kTokens>
+template <class T, class O, int kEach>
 __global__ void __launch_bounds__(256) tokens(const __grid_constant__ TokensParams p) {
   extern __shared__ __align__(16) float turn[];
-  __shared__ Place places[kTokens];
+  __shared__ Place place;
   constexpr bool kFp4 = is_same<O, e2m1x2>::value;
   static_assert(!kFp4 || kEach == 16, "a block of NVFP4 is a thread's");
-  const u32 first = blockIdx.x * kTokens;
+  const u32 token = blockIdx.x;
   const Angles& angles = p.angles;
   wait_for_previous();
   bool ready = false;
@@ -181,72 +181,61 @@ __global__ void __launch_bounds__(256) tokens(const __grid_constant__ TokensPara
     const bool rotated = unit < turned, apart = rotated && !angles.interleave;
     const u32 a = apart ? unit * kEach : unit * 2 * kEach, b = apart ? a + pairs : a + kEach;
     const bool both = b < side.dim;
-    Group<T, kEach> groups[kTokens][2];
+    Group<T, kEach> groups[2];
     if (mine) {
-#pragma unroll
-      for (int j = 0; j < kTokens; ++j) {
-        if (first + j < p.nnz) {
-          const u8* from = side.from + (first + j) * side.from_token + head * side.from_head;
-          groups[j][0].load(from + a * sizeof(T));
-          if (both) groups[j][1].load(from + b * sizeof(T));
-        }
-      }
+      const u8* from = side.from + token * side.from_token + head * side.from_head;
+      groups[0].load(from + a * sizeof(T));
+      if (both) groups[1].load(from + b * sizeof(T));
     }
     start_next();
     if (!ready) {  // while the rows are on their way
-      if (p.paged && threadIdx.x < kTokens && first + threadIdx.x < p.nnz) places[threadIdx.x] = place_of(p.slots, first + threadIdx.x);
-      if (angles.pairs) find_angles<kTokens>(angles, first, p.nnz, turn);
+      if (p.paged && threadIdx.x == 0) place = place_of(p.slots, token);
+      if (angles.pairs) find_angles(angles, token, turn);
       if (p.paged || angles.pairs) __syncthreads();
       ready = true;
     }
     if (!mine) break;
+    u8 *to = side.to + head * side.to_head, *scales = kFp4 ? side.block_scales + head * side.scales_head : nullptr;
+    if (side.paged) {
+      if (!place.some) continue;
+      to += place.page * side.to_outer + place.row * side.to_row;
+      if constexpr (kFp4) scales += place.page * side.scales_outer + place.row * side.scales_row;
+    } else {
+      to += token * side.to_outer;
+    }
+    if constexpr (is_same<T, O>::value) {
+      if (!rotated && side.scale == 1.f) {
+        groups[0].copy(to + a * sizeof(T));
+        if (both) groups[1].copy(to + b * sizeof(T));
+        continue;
+      }
+    }
+    float x[2 * kEach];
+    groups[0].widened(x);
+    if (both) {
+      groups[1].widened(x + kEach);
+    } else {
 #pragma unroll
-    for (int j = 0; j < kTokens; ++j) {
-      if (first + j >= p.nnz) break;
-      u8 *to = side.to + head * side.to_head, *scales = kFp4 ? side.block_scales + head * side.scales_head : nullptr;
-      if (side.paged) {
-        const Place place = places[j];
-        if (!place.some) continue;
-        to += place.page * side.to_outer + place.row * side.to_row;
-        if constexpr (kFp4) scales += place.page * side.scales_outer + place.row * side.scales_row;
-      } else {
-        to += (first + j) * side.to_outer;
-      }
-      if constexpr (is_same<T, O>::value) {
-        if (!rotated && side.scale == 1.f) {
-          groups[j][0].copy(to + a * sizeof(T));
-          if (both) groups[j][1].copy(to + b * sizeof(T));
-          continue;
-        }
-      }
-      float x[2 * kEach];
-      groups[j][0].widened(x);
+      for (int i = 0; i < kEach; ++i) x[kEach + i] = 0.f;
+    }
+    if (rotated) {
+      float cosine[kEach], sine[kEach];
+      read_turn<kEach>(turn + unit * kEach, cosine);
+      read_turn<kEach>(turn + angles.pairs + unit * kEach, sine);
+      rotate<kEach>(x, cosine, sine, angles.interleave);
+    }
+    if constexpr (kFp4) {
+      u32 word[2];
+      scales[a / 16] = nvfp4_block(x, side.scale, word);
+      asm volatile("st.global.v2.u32 [%0], {%1, %2};" :: "l"(to + a / 2), "r"(word[0]), "r"(word[1]) : "memory");
       if (both) {
-        groups[j][1].widened(x + kEach);
-      } else {
-#pragma unroll
-        for (int i = 0; i < kEach; ++i) x[kEach + i] = 0.f;
+        scales[b / 16] = nvfp4_block(x + 16, side.scale, word);
+        asm volatile("st.global.v2.u32 [%0], {%1, %2};" :: "l"(to + b / 2), "r"(word[0]), "r"(word[1]) : "memory");
       }
-      if (rotated) {
-        const float *token = turn + j * 2 * angles.pairs + unit * kEach, *sines = token + angles.pairs;
-        float cosine[kEach], sine[kEach];
-        read_turn<kEach>(token, cosine);
-        read_turn<kEach>(sines, sine);
-        rotate<kEach>(x, cosine, sine, angles.interleave);
-      }
-      if constexpr (kFp4) {
-        u32 word[2];
-        scales[a / 16] = nvfp4_block(x, side.scale, word);
-        asm volatile("st.global.v2.u32 [%0], {%1, %2};" :: "l"(to + a / 2), "r"(word[0]), "r"(word[1]) : "memory");
-        if (both) {
-          scales[b / 16] = nvfp4_block(x + 16, side.scale, word);
-          asm volatile("st.global.v2.u32 [%0], {%1, %2};" :: "l"(to + b / 2), "r"(word[0]), "r"(word[1]) : "memory");
-        }
-      } else {
-        if (side.scale != 1.f) divide(x, side);
-        put<O, kEach>(to, a, x);
-        if (both) put<O, kEach>(to, b, x + kEach);
-      }
+    } else {
+      if (side.scale != 1.f) divide(x, side);
+      put<O, kEach>(to, a, x);
+      if (both) put<O, kEach>(to, b, x + kEach);
     }
   }
 }
@@ -267,7 +256,7 @@ __global__ void __launch_bounds__(256) fp4_rows(const __grid_constant__ TokensPa
   wait_for_previous();
   start_next();
   if (pairs) {
-    find_angles<1>(p.angles, token, p.nnz, turn);
+    find_angles(p.angles, token, turn);
     __syncthreads();
   }
   const Place place = place_of(p.slots, token);

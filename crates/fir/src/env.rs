@@ -4,6 +4,9 @@ use crate::error::{Error, Result};
 
 /// Folder of compiled kernels. Default: `fir` in `$XDG_CACHE_HOME`, or in `~/.cache`.
 pub const FIR_CACHE_DIR: &str = "FIR_CACHE_DIR";
+/// Folder of kernels that were compiled elsewhere, as `fir jit build --out` makes it: looked into first, never written. With
+/// it a machine needs a driver and no compiler. Default: none.
+pub const FIR_CUBIN_DIR: &str = "FIR_CUBIN_DIR";
 /// Instruction level of the CPU kernels: `portable`, `avx2`, `avx512`, `amx`. Default: the highest this CPU has.
 pub const FIR_CPU_LEVEL: &str = "FIR_CPU_LEVEL";
 /// Sizes of the CPU kernels' blocks: `default`, or a file as `fir tune` writes them. Default: what that saved on this

@@ -1,6 +1,7 @@
 //! `fir jit`: the kernels of CUDA devices, compiled ahead of their first use.
 
 use std::io::Write;
+use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
@@ -27,6 +28,9 @@ enum Command {
         /// Part of the kernels' names, such as `norm` or `bf16`
         #[arg(long, default_value = "")]
         filter: String,
+        /// Folder for a copy of each: set FIR_CUBIN_DIR to it on a machine without a compiler
+        #[arg(long)]
+        out: Option<PathBuf>,
     },
     /// Lists the cache
     List,
@@ -36,7 +40,7 @@ enum Command {
 
 pub(crate) fn run(options: &Options, out: &mut (impl Write + Send)) -> Result<bool> {
     match &options.command {
-        Command::Build { arch, filter } => build(arch.as_deref(), filter, out),
+        Command::Build { arch, filter, out: folder } => build(arch.as_deref(), filter, folder.as_deref(), out),
         Command::List => {
             let entries = jit::list()?;
             for entry in &entries {
@@ -53,7 +57,7 @@ pub(crate) fn run(options: &Options, out: &mut (impl Write + Send)) -> Result<bo
     }
 }
 
-fn build(arch: Option<&str>, filter: &str, out: &mut (impl Write + Send)) -> Result<bool> {
+fn build(arch: Option<&str>, filter: &str, folder: Option<&Path>, out: &mut (impl Write + Send)) -> Result<bool> {
     let arch = match arch {
         Some(name) => name.parse::<Arch>().map_err(|()| anyhow!("{name}: expected one such as {}", Arch::HOPPER))?,
         None => Gpu::new(0)?.properties().arch,
@@ -64,7 +68,11 @@ fn build(arch: Option<&str>, filter: &str, out: &mut (impl Write + Send)) -> Res
     let (out, cores) = (Mutex::new(out), std::thread::available_parallelism()?.get());
     let work = || -> Result<()> {
         while let Some(kernel) = kernels.get(next.fetch_add(1, Ordering::Relaxed)) {
-            let (start, result) = (Instant::now(), jit::build(kernel, arch));
+            let start = Instant::now();
+            let result = match folder {
+                Some(folder) => jit::build_into(folder, kernel, arch),
+                None => jit::build(kernel, arch),
+            };
             let mut out = out.lock().unwrap_or_else(|e| e.into_inner());
             match result {
                 Ok((cubin, origin)) => {
@@ -91,12 +99,8 @@ fn build(arch: Option<&str>, filter: &str, out: &mut (impl Write + Send)) -> Res
     })?;
     let (out, failed) = (out.into_inner().unwrap_or_else(|e| e.into_inner()), failed.into_inner());
     let seconds = begin.elapsed().as_secs_f64();
-    writeln!(
-        out,
-        "{} of {} in {seconds:.1} s, in {}",
-        kernels.len() - failed,
-        kernels.len(),
-        jit::folder()?.display()
-    )?;
+    let cache = jit::folder()?;
+    let place = folder.unwrap_or(&cache).display();
+    writeln!(out, "{} of {} in {seconds:.1} s, in {place}", kernels.len() - failed, kernels.len())?;
     Ok(failed == 0)
 }

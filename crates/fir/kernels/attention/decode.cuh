@@ -3,8 +3,8 @@
 //   o[r]   = sum_j softmax_j(logits(scale q[r] . k[j])) v[j]
 //   lse[r] = log2 sum_j 2^(logits_j log2 e)                          (base 2; softmax.cuh)
 //
-// grid   (workers)      persistent; worker b does items[b] and what follows it by `next` (state.cuh). Neighbours should do
-//        the heads of the same positions: 128 requests of 1 to 8192 took 498 us so on an H200 and 538 head after head
+// grid   (workers)      persistent; worker b does its heads of items[b / team] and of what follows it by `next` (state.cuh).
+//        Neighbours should do the heads of the same positions: 128 requests of 1 to 8192 took 498 us so on an H200 and 538 head after head
 //        (HND: 499 and 524, so more than NHD's one piece of memory for all heads of a token is behind it)
 // block  32 kWarps      warp w does tiles w, w + kWarps, ... of kTile positions, with a softmax of its own
 // smem   kWarps rings of kStages x (kTile keys + kTile values), each read by its warp alone: no block barrier while KV
@@ -153,7 +153,7 @@ struct DecodeLoader {
   __device__ __forceinline__ int word(int i) const { return __shfl_sync(~0u, words, i); }
 
   __device__ __forceinline__ void open() {
-    head = word(6), head_end = word(7), kv_start = word(8), kv_end = word(9), pages = p.kv.start(word(10));
+    head = word(6) + blockIdx.x % p.team, head_end = word(7), kv_start = word(8), kv_end = word(9), pages = p.kv.start(word(10));
     const int next = word(13);
     next_words = next >= 0 ? load_words(next) : 0;
     more = word(2) > 0;
@@ -176,7 +176,7 @@ struct DecodeLoader {
         continue;
       }
       ++unit;
-      if (++head < head_end) {
+      if ((head += p.team) < head_end) {
         pos = kv_start + warp() * C::kTile;
       } else if (word(13) >= 0) {
         words = next_words;
@@ -506,7 +506,7 @@ __global__ void __launch_bounds__(C::kThreads, kMinBlocks) decode(const __grid_c
   unsigned long long* turns = reinterpret_cast<unsigned long long*>(shared + C::kTurns);
 
   DecodeLoader<C> loader(p, ring_address, desc);
-  loader.start(blockIdx.x);
+  loader.start(blockIdx.x / p.team);
 #pragma unroll
   for (int s = 0; s < C::kStages - 1; ++s) loader.issue(s);
 
@@ -522,11 +522,11 @@ __global__ void __launch_bounds__(C::kThreads, kMinBlocks) decode(const __grid_c
   const float k_scale = p.sm_scale * p.kv.k_scale * rest * (V::kHasLogits || !V::kSoftmax ? 1.0f : kLog2e), v_scale = p.kv.v_scale * rest;
 
   int unit = 0, slot = 0;
-  for (int item = blockIdx.x; item >= 0;) {
+  for (int item = blockIdx.x / p.team; item >= 0;) {
     const WorkItem w = p.items[item];
     if (w.tokens == 0) break;
     const int rows = w.tokens * p.group;
-    for (int head = w.head_start; head < w.head_end; ++head, ++unit) {
+    for (int head = w.head_start + blockIdx.x % p.team; head < w.head_end; head += p.team, ++unit) {
       unsigned a[C::kSteps][4];
       float factor[2];
       load_queries<C>(p, w, head, turns, a, factor);

@@ -20,6 +20,9 @@ struct AttentionParams {
   float sm_scale;
   /// Query heads per KV head.
   int group;
+  /// Blocks that share a list of items (state.cuh).
+  int team;
+  int pad;
   typename Variant::Params variant;
 };
 

@@ -91,11 +91,11 @@ __global__ void __launch_bounds__(128, 1) plain(const __grid_constant__ PlainPar
     __syncthreads();
   }
 
-  for (int item = blockIdx.x; item >= 0;) {
+  for (int item = blockIdx.x / p.team; item >= 0;) {
     const WorkItem w = p.items[item];
     if (w.tokens == 0) break;
     const int rows = w.tokens * p.group, pages = p.kv.start(w.pages);
-    for (int head = w.head_start; head < w.head_end; ++head) {
+    for (int head = w.head_start + blockIdx.x % p.team; head < w.head_end; head += p.team) {
       for (int first = 0; first < rows; first += 16) {
         const int count = min(16, rows - first);
         for (int i = threadIdx.x; i < count * dim; i += 128) {

@@ -601,6 +601,17 @@ __global__ void __launch_bounds__(C::kThreads, kMinBlocks) prefill(const __grid_
             if constexpr (C::kContexts) c = contexts[first_row + 16 * i + 8 * h + lane / 4];
             float f = row_scale[i][h];
             if constexpr (V::kHasQuery) f *= c.template query_scale<V>(p.variant);
+            // A mask that reads memory is text of its own for every score: 4 copies of it, and not 64, for the compiler.
+            unsigned seen_by_row = 0;
+            if constexpr (V::kMaskReads) {
+              if (masked) {
+#pragma unroll 1
+                for (int e = 2 * kN - 1; e >= 0; --e) {
+                  const int kv = pos + 8 * (e >> 1) + 2 * (lane & 3) + (e & 1);
+                  seen_by_row = seen_by_row << 1 | unsigned(kv < w.kv_end && c.template mask<V>(p.variant, w.kv_base + kv));
+                }
+              }
+            }
 #pragma unroll
             for (int t = 0; t < kN; ++t) {
 #pragma unroll
@@ -613,7 +624,8 @@ __global__ void __launch_bounds__(C::kThreads, kMinBlocks) prefill(const __grid_
                   if constexpr (V::kHasLogits) x = c.template logits<V>(p.variant, x, kv_pos) * (V::kSoftmax ? kLog2e : 1.0f);
                 }
                 bool seen = kv < w.kv_end;
-                if constexpr (V::kHasMask) seen = seen && c.template mask<V>(p.variant, kv_pos);
+                if constexpr (V::kMaskReads) seen = seen_by_row >> (2 * t + j) & 1;
+                else if constexpr (V::kHasMask) seen = seen && c.template mask<V>(p.variant, kv_pos);
                 if (masked && !seen) x = V::kSoftmax ? neg_inf() : 0.0f;
               }
             }

@@ -15,8 +15,9 @@
 
 namespace fir {
 
-/// One worker's work on one query tile; 64 bytes. Worker b starts with items[b] and follows `next`; prefill.cuh takes
-/// heads of items from a queue instead.
+/// A team's work on one query tile; 64 bytes. Worker b of teams of n starts with items[b / n], follows `next`, and does
+/// every n-th head of each item from its b % n-th on: all of them when it is alone, one where a team has as many
+/// workers as there are heads. prefill.cuh takes heads of items from a queue instead.
 struct WorkItem {
   /// Request, as hooks see it.
   int request;
@@ -34,7 +35,7 @@ struct WorkItem {
   int partial;
   /// The merge of head_start; those of the following heads follow.
   int merge;
-  /// The worker's next item, -1 at the end.
+  /// The team's next item, -1 at the end.
   int next;
   /// Added to positions before hooks see them: levels of a cascade.
   int kv_base;

@@ -1,6 +1,6 @@
 // variant.cuh: what the kernels need around the hook struct that src/variant/cuda.rs writes.
 //
-// A `Variant` has `Params`, `kSoftmax`, `kHas{Query,Key,Value,Logits,Mask,Init,Output}`, `k{Query,Key}Rope…` and static
+// A `Variant` has `Params`, `kSoftmax`, `kHas{Query,Key,Value,Logits,Mask,Init,Output}`, `kMaskReads`, `k{Query,Key}Rope…` and static
 // hooks. A hook that is not set is the identity and costs nothing: every use stands behind its flag.
 //
 // Rotation: pair i turns by pos * f(i) radians, f(i) = theta^(-2i / dim) / scale (Llama 3.1 smooths it). The angle is
@@ -16,7 +16,7 @@ namespace fir {
 struct Plain {
   struct Params {};
   static constexpr bool kSoftmax = true, kHasQuery = false, kHasKey = false, kHasValue = false, kHasLogits = false,
-                        kHasMask = false, kHasInit = false, kHasOutput = false, kQueryRope = false, kKeyRope = false;
+                        kHasMask = false, kMaskReads = false, kHasInit = false, kHasOutput = false, kQueryRope = false, kKeyRope = false;
   __device__ __forceinline__ static float query_scale(const Params&, int, int, int, int, int, int) { return 1.0f; }
   __device__ __forceinline__ static float key_scale(const Params&, int, int, int, int) { return 1.0f; }
   __device__ __forceinline__ static float value_scale(const Params&, int, int, int, int) { return 1.0f; }

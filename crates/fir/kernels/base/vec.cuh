@@ -14,16 +14,9 @@ struct alignas(16) Chunk { u32 word[4]; };
 
 template <class T> constexpr int kLanes = 16 / sizeof(T);
 
-// Read once: the lines leave the first-level cache first.
-__device__ __forceinline__ Chunk load_stream(const void* p) {
-  Chunk c;
-  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(c.word[0]), "=r"(c.word[1]), "=r"(c.word[2]), "=r"(c.word[3]) : "l"(p));
-  return c;
-}
-
-// Read by every block: stays in the first-level cache.
-__device__ __forceinline__ Chunk load_shared(const void* p) {
+// Through the first-level cache, also what is read once: 8192 x 8192 bf16 on an H200, silu_and_mul 99.6 us against 109.2 by
+// L1::no_allocate, rms_norm 72.1 against 75.1; hints to evict first are slower still.
+__device__ __forceinline__ Chunk load(const void* p) {
   Chunk c;
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(c.word[0]), "=r"(c.word[1]), "=r"(c.word[2]), "=r"(c.word[3]) : "l"(p));
@@ -49,7 +42,7 @@ __device__ __forceinline__ u32 raw(float x) { return bits_of(x); }
 // Elements `at` to `at + kLanes` of a row of `len`, zeros past its end. kVector: the row starts and ends on 16 bytes.
 template <bool kVector, class T>
 __device__ __forceinline__ Chunk load_chunk(const T* row, u32 at, u32 len) {
-  if constexpr (kVector) return load_stream(row + at);
+  if constexpr (kVector) return load(row + at);
   Chunk c = {};
 #pragma unroll
   for (int i = 0; i < kLanes<T>; ++i) {

@@ -37,11 +37,8 @@ pub(crate) enum Activation {
 
 /// Threads of a block.
 const BLOCK: u32 = 256;
-/// Chunks of 16 bytes of each half that a thread has under way at once, in rows that are long enough.
-const CHUNKS: u32 = 2;
-
-fn source(x: DType, act: Activation, chunks: u32, vector: bool) -> Source {
-    let name = format!("fir::act_and_mul<{}, fir::{act:?}, {chunks}, {vector}>", cpp(x));
+fn source(x: DType, act: Activation, vector: bool) -> Source {
+    let name = format!("fir::act_and_mul<{}, fir::{act:?}, {vector}>", cpp(x));
     Source::new::<ActivationParams>("activation.cuh", name)
 }
 
@@ -50,7 +47,7 @@ pub(super) fn kernels() -> Vec<Source> {
     let mut all = Vec::new();
     for x in [DType::F32, DType::F16, DType::BF16] {
         for act in [Activation::Silu, Activation::Gelu, Activation::GeluTanh] {
-            all.extend([(1, false), (1, true), (CHUNKS, true)].map(|(chunks, vector)| source(x, act, chunks, vector)));
+            all.extend([false, true].map(|vector| source(x, act, vector)));
         }
     }
     all
@@ -78,10 +75,7 @@ pub(crate) fn act_and_mul<'a>(
     let vector = [(&x_rows, x, 0), (&x_rows, x, d), (&out_rows, out, 0)]
         .iter()
         .all(|(rows, start, at)| rows.is_vector(*start, *at, d, chunk));
-    // Two chunks per thread once there are blocks for every multiprocessor without them.
-    let blocks = rows.saturating_mul(row_chunks / (BLOCK * CHUNKS) as usize);
-    let chunks = if vector && blocks >= 2 * gpu.properties().multiprocessors as usize { CHUNKS } else { 1 };
-    let parts = row_chunks.div_ceil((width * chunks) as usize);
+    let parts = row_chunks.div_ceil(width as usize);
     let (even, inner) = common_inner(&[&x_rows, &out_rows]);
     let ([x_outer, x_stride], [out_outer, out_stride]) = (x_rows.strides(even), out_rows.strides(even));
     let params = ActivationParams {
@@ -98,7 +92,7 @@ pub(crate) fn act_and_mul<'a>(
         parts: parts as u32,
         unused: 0,
     };
-    let kernel = gpu.kernel(source(dtype, act, chunks, vector))?;
+    let kernel = gpu.kernel(source(dtype, act, vector))?;
     // A multiple of the parts, so that a block keeps its part from one row to the next.
     let row_blocks = rows.div_ceil((BLOCK / width) as usize).min(i32::MAX as usize / parts);
     call.launch(&kernel, Grid { early: true, ..Grid::new((row_blocks * parts) as u32, BLOCK) }, &params)?;

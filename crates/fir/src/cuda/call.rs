@@ -5,6 +5,7 @@ use bytemuck::Pod;
 use super::driver::{Buffer, Grid};
 use super::exec::{Gpu, Kernel, Lane};
 use super::params::{Address, Params};
+use super::put;
 use crate::error::{Error, Result};
 use crate::tensor::{Place, TensorMut, TensorRef};
 
@@ -71,15 +72,23 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// Address of a copy of values that the caller has in this process's memory whatever the device. Waits for long copies
-    /// alone: others start from pinned memory that is kept.
-    pub(crate) fn upload(&mut self, arg: &'static str, values: &[impl Pod]) -> Result<Address> {
+    /// Address of a copy of values that the caller has in this process's memory whatever the device. A graph records up to
+    /// [`put::MOST`] bytes as they are, and no more; of what is longer, long copies alone are waited for: others start from
+    /// pinned memory that is kept.
+    pub(crate) fn upload(&mut self, name: &'static str, values: &[impl Pod]) -> Result<Address> {
         const LONG: usize = 1 << 20;
         let bytes: &[u8] = bytemuck::cast_slice(values);
-        if bytes.len() > LONG {
-            return self.stage(arg, bytes).map(|(address, _)| address);
+        if let (Lane::Live(stream), 1..=put::MOST) = (self.gpu.lane(), bytes.len()) {
+            let buffer = Buffer::new(stream, bytes.len().next_multiple_of(8))?;
+            put::put(self.op, self.gpu, bytes, &buffer)?;
+            let start = buffer.address();
+            self.args.push(Arg { name, start, len: bytes.len(), buffer: Some(buffer), out: None });
+            return Ok(Address(start));
         }
-        let address = self.scratch(arg, bytes.len())?;
+        if bytes.len() > LONG {
+            return self.stage(name, bytes).map(|(address, _)| address);
+        }
+        let address = self.scratch(name, bytes.len())?;
         match self.args.last() {
             Some(Arg { buffer: Some(buffer), .. }) if !bytes.is_empty() => self.gpu.send(bytes, buffer)?,
             _ => {}

@@ -68,7 +68,7 @@ impl Gpu {
         let context = Context::new(ordinal)?;
         let driver = context.driver().0;
         if let Err(missing) = Nvrtc::get(driver)
-            && jit::list()?.is_empty()
+            && !jit::any_built()?
         {
             return Err(missing);
         }

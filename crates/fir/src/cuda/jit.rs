@@ -12,7 +12,7 @@ use super::nvrtc::{Job, Nvrtc};
 use super::params::{Params, Twin};
 use super::source::{self, Hash};
 use super::{
-    activation, attention, gemm, gemm_blocks, moe, norm, page, quantize, rope, sampling, speculative, tokens, topk,
+    activation, attention, gemm, gemm_blocks, moe, norm, page, put, quantize, rope, sampling, speculative, tokens, topk,
 };
 use crate::env;
 use crate::error::{Error, Result};
@@ -107,6 +107,7 @@ pub fn kernels() -> Vec<Source> {
         moe::kernels(),
         norm::kernels(),
         page::kernels(),
+        put::kernels(),
         quantize::kernels(),
         rope::kernels(),
         sampling::kernels(),
@@ -194,6 +195,16 @@ pub fn build(source: &Source, arch: Arch) -> Result<(Arc<Cubin>, Origin)> {
     cubin(source, arch, i32::MAX)
 }
 
+/// [`build`], and a copy in `folder`, which [`env::FIR_CUBIN_DIR`] may name on another machine.
+pub fn build_into(folder: &Path, source: &Source, arch: Arch) -> Result<(Arc<Cubin>, Origin)> {
+    let (cubin, origin) = build(source, arch)?;
+    let version = Nvrtc::get(i32::MAX)?.version();
+    let path = folder.join(file_name(source.hash(arch), version));
+    store(&path, &encode(&cubin, &title(source, arch, version)))
+        .map_err(|e| Error::Io { path: path.display().to_string(), what: e.to_string() })?;
+    Ok((cubin, origin))
+}
+
 /// Compiles `source` for `arch` whatever the cache holds, and leaves that alone.
 pub fn compile(source: &Source, arch: Arch) -> Result<Cubin> {
     compile_with(Nvrtc::get(i32::MAX)?, source, arch)
@@ -207,6 +218,11 @@ pub fn compiler() -> Result<String> {
 }
 
 fn disk_or_compile(source: &Source, arch: Arch, driver: i32, hash: u128) -> Result<(Cubin, Origin)> {
+    if let Some(given) = prebuilt()?
+        && let Some(cubin) = any_version(&given, source, arch, driver, hash)
+    {
+        return Ok((cubin, Origin::Disk));
+    }
     let folder = folder()?;
     let nvrtc = match Nvrtc::get(driver) {
         Ok(nvrtc) => nvrtc,
@@ -274,6 +290,16 @@ pub fn folder() -> Result<PathBuf> {
         }
     };
     Ok(base.join("kernels"))
+}
+
+/// Folder of kernels that were compiled elsewhere, if one is named.
+fn prebuilt() -> Result<Option<PathBuf>> {
+    env::read(env::FIR_CUBIN_DIR, "a folder")
+}
+
+/// Whether there are kernels that need no compiler.
+pub(super) fn any_built() -> Result<bool> {
+    Ok(!files(&folder()?).is_empty() || prebuilt()?.is_some_and(|given| !files(&given).is_empty()))
 }
 
 /// The files of the cache.

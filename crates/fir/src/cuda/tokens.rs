@@ -72,8 +72,6 @@ const INLINE: usize = 128;
 const SIDES: usize = 5;
 /// Threads of a block, at most.
 const BLOCK: usize = 256;
-/// Tokens of a block, where there are many. A thread has 16 bytes twice of each on their way.
-const TOKENS: usize = 4;
 
 /// `fir::Frequencies`.
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
@@ -229,9 +227,9 @@ impl Params for TokensParams {
 }
 
 /// The kernel for rows of `from` that become `to`. `each`: elements of a group, 1 for rows that are not aligned.
-fn source(from: DType, to: DType, each: usize, tokens: usize) -> Source {
+fn source(from: DType, to: DType, each: usize) -> Source {
     let to = if to == DType::E2M1x2 { "fir::e2m1x2" } else { cpp(to) };
-    let name = format!("fir::tokens<{}, {to}, {each}, {tokens}>", cpp(from));
+    let name = format!("fir::tokens<{}, {to}, {each}>", cpp(from));
     Source::new::<TokensParams>("tokens.cuh", name)
 }
 
@@ -244,10 +242,9 @@ pub(super) fn kernels() -> Vec<Source> {
     let mut all = vec![fp4_rows()];
     for from in [DType::F32, DType::F16, DType::BF16] {
         for to in [DType::F32, DType::F16, DType::BF16, DType::E4M3, DType::E5M2] {
-            let each = 16 / from.size();
-            all.extend([(1, 1), (each, 1), (each, TOKENS)].map(|(each, tokens)| source(from, to, each, tokens)));
+            all.extend([1, 16 / from.size()].map(|each| source(from, to, each)));
         }
-        all.push(source(from, DType::E2M1x2, NVFP4_BLOCK, 1));
+        all.push(source(from, DType::E2M1x2, NVFP4_BLOCK));
     }
     all
 }
@@ -324,10 +321,7 @@ pub(crate) fn run<'a>(
             return Err(Error::value(op, "heads", format!("{units} parts of a token"), "at most 2^31 - 1 on CUDA"));
         }
         params.units = units as u32;
-        // Enough blocks for every multiprocessor come first.
-        let many = each > 1 && to != DType::E2M1x2 && nnz >= 8 * gpu.properties().multiprocessors as usize;
-        let tokens = if many && TOKENS * params.angles.pairs as usize * 8 <= SHARED { TOKENS } else { 1 };
-        launch(gpu, &call, source(from, to, each, tokens), tokens, &params)?;
+        launch(gpu, &call, source(from, to, each), &params)?;
         vectors.retain(|s| (s.from, s.to, s.vector) != (from, to, vector));
     }
     for sides in gathers {
@@ -339,7 +333,7 @@ pub(crate) fn run<'a>(
         }
         (params.sides[0].units, params.units) = (row as u32, units as u32);
         if units > 0 {
-            launch(gpu, &call, fp4_rows(), 1, &params)?;
+            launch(gpu, &call, fp4_rows(), &params)?;
         }
     }
     call.finish()
@@ -348,12 +342,11 @@ pub(crate) fn run<'a>(
 /// Shared memory of a block that needs no asking, in bytes.
 const SHARED: usize = 48 << 10;
 
-fn launch(gpu: &Gpu, call: &Call<'_>, source: Source, tokens: usize, params: &TokensParams) -> Result<()> {
-    let (units, nnz) = (params.units as usize, params.nnz as usize);
+fn launch(gpu: &Gpu, call: &Call<'_>, source: Source, params: &TokensParams) -> Result<()> {
+    let units = params.units as usize;
     let turns = units.div_ceil(BLOCK);
     let threads = units.div_ceil(turns).next_multiple_of(32) as u32;
-    let smem = (tokens * params.angles.pairs as usize * 8) as u32;
-    let grid = Grid { smem, early: true, ..Grid::new(nnz.div_ceil(tokens) as u32, threads) };
+    let grid = Grid { smem: params.angles.pairs * 8, early: true, ..Grid::new(params.nnz, threads) };
     call.launch(&*gpu.kernel(source)?, grid, params)
 }
 

@@ -71,6 +71,10 @@ impl Token {
     pub(crate) fn list(q_lens: &[u32], kv_lens: &[u32], tokens: &mut Vec<Self>) {
         for (r, (&q_len, &kv_len)) in q_lens.iter().zip(kv_lens).enumerate() {
             let token = Self { batch: r as i32, q_idx: 0, q_len: q_len as i32, kv_len: kv_len as i32 };
+            if q_len == 1 {
+                tokens.push(token);
+                continue;
+            }
             tokens.extend((0..q_len as i32).map(|q_idx| Self { q_idx, ..token }));
         }
     }
@@ -87,6 +91,18 @@ pub(crate) struct Cut {
     /// Balanced cuts go to teams: workers `heads * t + h` do the same positions for every head `h`, so that what lies
     /// beside each other in memory is read at the same time.
     pub in_step: bool,
+}
+
+impl Cut {
+    fn in_teams(&self) -> bool {
+        self.split == Split::Balanced && self.in_step && self.workers >= self.kv_heads as usize
+    }
+
+    /// Workers that share a list of items; 1 when each has its own.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn team(&self) -> usize {
+        if self.in_teams() { self.kv_heads as usize } else { 1 }
+    }
 }
 
 /// One worker's work on one query tile: the heads `head_start..head_end` against the positions `kv_start..kv_end`.
@@ -141,34 +157,42 @@ pub struct Merge {
     pub parts: u32,
 }
 
-/// Who does what: items in order, cut over the workers, and the merges of what was cut.
+/// Who does what: items in order, cut over teams of workers, and the merges of what was cut.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Schedule {
     items: Vec<Item>,
-    /// Worker `w` does `items[bounds[w]..bounds[w + 1]]`.
+    /// Team `t` does `items[bounds[t]..bounds[t + 1]]`.
     bounds: Vec<u32>,
     merges: Vec<Merge>,
     partial_rows: u32,
     group: u32,
+    workers: u32,
+    team: u32,
 }
 
 impl Schedule {
-    /// All items, worker after worker.
+    /// All items, team after team.
     pub fn items(&self) -> &[Item] {
         &self.items
     }
 
-    /// The items of worker `w`.
+    /// The items of worker `w`'s team, of each of which it does every [`Self::team`]-th KV head from `w % team` on.
     pub fn of(&self, w: usize) -> &[Item] {
-        match (self.bounds.get(w), self.bounds.get(w + 1)) {
+        let team = w / self.team();
+        match (self.bounds.get(team), self.bounds.get(team + 1)) {
             (Some(&a), Some(&b)) => &self.items[a as usize..b as usize],
             _ => &[],
         }
     }
 
+    /// Workers that share a list of items: all KV heads' on a GPU, else one.
+    pub fn team(&self) -> usize {
+        self.team.max(1) as usize
+    }
+
     /// Number of workers it was cut for.
     pub fn workers(&self) -> usize {
-        self.bounds.len().saturating_sub(1)
+        self.workers as usize
     }
 
     /// What to merge when all items are done.
@@ -183,10 +207,11 @@ impl Schedule {
 
     /// Work of worker `w`, in the units the cut was balanced by.
     pub fn cost(&self, w: usize) -> u64 {
-        self.of(w).iter().map(|i| self.item_cost(i)).sum()
+        // A team of several has items of as many heads.
+        self.of(w).iter().map(|i| self.item_cost(i)).sum::<u64>() / self.team() as u64
     }
 
-    /// Work of one of its items, in the same units.
+    /// Work of one of its items for all of the item's heads, in the same units.
     pub fn item_cost(&self, item: &Item) -> u64 {
         item.tiles() * tile_cost(item.q_len * self.group)
     }
@@ -196,7 +221,7 @@ impl Schedule {
     pub(crate) fn fill(&mut self, cut: Cut, entries: &[Entry]) -> Option<()> {
         self.clear(cut);
         match cut.split {
-            Split::Balanced if cut.in_step && cut.workers >= cut.kv_heads as usize => self.fill_in_step(cut, entries),
+            Split::Balanced if cut.in_teams() => self.fill_in_step(cut, entries),
             Split::Balanced => self.fill_balanced(cut, entries),
             Split::Fixed(chunk) => self.fill_whole(cut, entries, chunk.max(1), |_| 0),
             Split::Off => self.fill_whole(cut, entries, u32::MAX, |_| 0),
@@ -208,6 +233,7 @@ impl Schedule {
         self.bounds.clear();
         self.merges.clear();
         (self.partial_rows, self.group) = (0, cut.group);
+        (self.workers, self.team) = (cut.workers as u32, 1);
     }
 
     /// Makes it the schedule of a queue that `workers` take heads of items from, longest first: a single list, each item
@@ -268,64 +294,56 @@ impl Schedule {
     /// Cuts the line without heads over teams. At most `teams - 1` entries are cut, each for all heads.
     fn fill_in_step(&mut self, cut: Cut, entries: &[Entry]) -> Option<()> {
         let heads = cut.kv_heads;
-        let total: u64 = entries.iter().map(|e| tiles(e) * tile_cost(e.q_len * cut.group)).sum();
-        let teams = teams(cut.workers as u64 / u64::from(heads), entries.iter().map(tiles).sum());
-        let (mut team, mut done, mut first_item) = (0u64, 0u64, 0usize);
+        let (mut total, mut count) = (0u64, 0u64);
+        for e in entries {
+            total += tiles(e) * tile_cost(e.q_len * cut.group);
+            count += tiles(e);
+        }
+        let most = cut.workers as u64 / u64::from(heads);
+        let teams = teams(most, count);
+        self.team = heads;
+        // Divisions are as dear as the rest of an entry: one for each border.
+        let (mut team, mut done, mut border) = (0u64, 0u64, share(total, 1, teams));
         self.bounds.push(0);
         for e in entries {
             let (all, cost, rows) = (tiles(e), tile_cost(e.q_len * cut.group), e.q_len * cut.group);
-            let mut at = 0;
+            let (mut at, mut parts, first) = (0, 0, self.partial_rows);
             while at < all {
                 // The tile that crosses the border of a share goes to the share it starts in.
-                let room = share(total, team + 1, teams).saturating_sub(done).div_ceil(cost);
+                let room = border.saturating_sub(done);
                 if room == 0 && team + 1 < teams {
-                    first_item = self.other_heads(first_item, heads);
+                    self.bounds.push(self.items.len() as u32);
                     team += 1;
+                    border = share(total, team + 1, teams);
                     continue;
                 }
-                let take = if team + 1 == teams { all - at } else { room.min(all - at) };
+                let fits = team + 1 == teams || room >= (all - at) * cost;
+                let take = if fits { all - at } else { room.div_ceil(cost).min(all - at) };
                 let mut partial = Item::WHOLE;
                 if take < all {
                     partial = self.partials(heads, rows)?;
-                    if at == 0 {
-                        self.merges.extend((0..heads).map(|head| Merge {
-                            request: e.request,
-                            q_start: e.q_start,
-                            q_len: e.q_len,
-                            head,
-                            first: partial + head * rows,
-                            stride: heads * rows,
-                            parts: 0,
-                        }));
-                    }
-                    // Nothing else was cut since the entry's first part: its merges are the last, its parts neighbours.
-                    self.merges.iter_mut().rev().take(heads as usize).for_each(|m| m.parts += 1);
+                    parts += 1;
                 }
                 let place = |tile: u64| e.kv_start + tile as u32 * TILE_KV as u32;
-                self.items.push(e.item([0, 1], [place(at), e.kv_end.min(place(at + take))], partial));
+                self.items.push(e.item([0, heads], [place(at), e.kv_end.min(place(at + take))], partial));
                 at += take;
                 done += take * cost;
             }
-        }
-        self.other_heads(first_item, heads);
-        self.bounds.resize(cut.workers + 1, self.items.len() as u32);
-        Some(())
-    }
-
-    /// A team's items, `first..` for head 0 so far, for its other workers; the next team's first item.
-    fn other_heads(&mut self, first: usize, heads: u32) -> usize {
-        let end = self.items.len();
-        self.bounds.push(end as u32);
-        for head in 1..heads {
-            for at in first..end {
-                let item = self.items[at];
-                let whole = item.partial == Item::WHOLE;
-                let partial = if whole { Item::WHOLE } else { item.partial + head * item.q_len * self.group };
-                self.items.push(Item { head_start: head, head_end: head + 1, partial, ..item });
+            if parts > 0 {
+                // Nothing else was cut in between: its parts are neighbours.
+                self.merges.extend((0..heads).map(|head| Merge {
+                    request: e.request,
+                    q_start: e.q_start,
+                    q_len: e.q_len,
+                    head,
+                    first: first + head * rows,
+                    stride: heads * rows,
+                    parts,
+                }));
             }
-            self.bounds.push(self.items.len() as u32);
         }
-        self.items.len()
+        self.bounds.resize(most as usize + 1, self.items.len() as u32);
+        Some(())
     }
 
     /// Items for the tiles `from..to` of an entry whose heads have `per_head` tiles each: the end of a head, whole
@@ -489,7 +507,10 @@ fn queue_parts(entries: &[Entry], heads: u64, workers: u64) -> u64 {
 
 /// `total * part / of`, which may pass through 2^64.
 fn share(total: u64, part: u64, of: u64) -> u64 {
-    (u128::from(total) * u128::from(part) / u128::from(of)) as u64
+    match total.checked_mul(part) {
+        Some(product) => product / of,
+        None => (u128::from(total) * u128::from(part) / u128::from(of)) as u64,
+    }
 }
 
 /// Cost of a KV tile for one head against `rows` query rows: that of reading the tile counts as 8 rows' arithmetic.
@@ -531,7 +552,7 @@ mod tests {
         prop_assert_eq!(merges.len(), s.merges().len());
         let mut used = vec![false; s.partial_rows()];
         prop_assert_eq!(s.workers(), cut.workers);
-        prop_assert_eq!((0..cut.workers).map(|w| s.of(w).len()).sum::<usize>(), s.items().len());
+        prop_assert_eq!((0..cut.workers).step_by(s.team()).map(|w| s.of(w).len()).sum::<usize>(), s.items().len());
         let mut items: Vec<&Item> = s.items().iter().collect();
         items.sort_by_key(|i| (i.request, i.kv_start));
         for i in items {
@@ -634,6 +655,7 @@ mod tests {
             let mut s = Schedule::default();
             s.fill(cut, &entries).unwrap();
             check_cover(&s, cut, &entries)?;
+            prop_assert_eq!(s.team(), kv_heads as usize);
             let lists: Vec<_> = (0..workers).map(|w| s.of(w)).collect();
             let busy = lists.iter().filter(|l| !l.is_empty()).count() as u64;
             let total: u64 = (0..workers).map(|w| s.cost(w)).sum();
@@ -641,19 +663,13 @@ mod tests {
             let used = super::teams(teams as u64, entries.iter().map(tiles).sum()) * u64::from(kv_heads);
             prop_assert!(busy <= used && used <= workers as u64);
             for (w, list) in lists.iter().enumerate() {
-                let (team, head) = (w / kv_heads as usize, w as u32 % kv_heads);
-                prop_assert!(list.iter().all(|i| (i.head_start, i.head_end) == (head, head + 1)));
-                let places = |l: &[Item]| l.iter().map(|i| (i.request, i.kv_start, i.kv_end)).collect::<Vec<_>>();
-                if team < teams {
-                    prop_assert_eq!(places(list), places(lists[team * kv_heads as usize]));
-                } else {
-                    prop_assert!(list.is_empty());
-                }
+                prop_assert!(list.iter().all(|i| (i.head_start, i.head_end) == (0, kv_heads)));
+                prop_assert!(list.is_empty() || w < teams * kv_heads as usize);
                 prop_assert!(s.cost(w) <= total.div_ceil(used) + tile, "{} of {total}", s.cost(w));
             }
             // The device's list and scratch have room for so much (`cuda/attention`).
             prop_assert!(s.merges().len() < workers || s.merges().is_empty());
-            prop_assert!(s.items().len() <= entries.len() * kv_heads as usize + workers);
+            prop_assert!(s.items().len() <= entries.len() + teams);
             let rows = entries.iter().map(|e| e.q_len * group).max().unwrap_or(0) as usize;
             prop_assert!(s.partial_rows() <= 2 * workers * rows);
         }

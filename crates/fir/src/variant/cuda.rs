@@ -10,8 +10,10 @@ use super::expr::{Binary, Id, Leaf, Op, Ty, Unary};
 use super::params::ParamType;
 use super::rope::Rope;
 use super::spec::{Expr, Hook, Normalize, Variant, Vectors};
+use super::text::{KNOWN, SHIM, element};
 
-/// C++ text of `variant`: `struct NAME_Params` and `struct NAME`.
+/// C++ text of `variant`: `struct NAME_Params` and `struct NAME`. Hooks of text stand between the head that they need and a
+/// struct of the other hooks.
 ///
 /// ```
 /// # use fir::variant::*;
@@ -25,21 +27,43 @@ pub fn cuda_source(variant: &Variant) -> String {
     out
 }
 
+/// The C++ type that kernels take as their `Variant`.
+#[cfg(feature = "cuda")]
+pub(crate) fn cuda_type(v: &Variant) -> String {
+    match &v.0.text {
+        Some(text) => format!("fir::TextHooks<{}, {}_Rest>", text.name, v.name()),
+        None => v.name().into(),
+    }
+}
+
 fn write_source(out: &mut String, v: &Variant) -> std::fmt::Result {
-    let name = v.name();
+    let name = &match &v.0.text {
+        Some(text) => {
+            // Messages of the compiler name the user's lines.
+            write!(out, "{SHIM}#line 1 \"{}\"\n{}\n#line 1 \"rest\"\n", text.name, text.source)?;
+            format!("{}_Rest", v.name())
+        }
+        None => v.name().to_owned(),
+    };
     writeln!(out, "struct {name}_Params {{")?;
-    for (param, ty) in v.params() {
+    let known = KNOWN.iter().copied().filter(|k| v.is_cuda_text() && v.params().all(|p| p.0 != k.0));
+    for (param, ty) in v.params().chain(known) {
         let field = match ty {
             ParamType::F32 => "float",
             ParamType::I32 => "int",
             ParamType::F32Tensor | ParamType::PerHead => "struct { const float* data; int len; }",
             ParamType::I32Tensor => "struct { const int* data; int len; }",
             ParamType::Bits => "struct { const unsigned char* data; const int* indptr; int batch, len; }",
+            ParamType::Tensor(dtype) => {
+                writeln!(out, "  {}* {param};", element(dtype).unwrap_or("void"))?;
+                continue;
+            }
         };
         writeln!(out, "  {field} {param};")?;
     }
     writeln!(out, "}};\n\nstruct {name} {{\n  using Params = {name}_Params;")?;
     let inner = &*v.0;
+    let reads = |e: &Expr| e.order.iter().any(|&id| matches!(inner.nodes[id as usize], Op::At(..) | Op::Bit(..)));
     for (flag, value) in [
         ("Softmax", inner.normalize == Normalize::Softmax),
         ("HasQuery", !inner.query.is_empty()),
@@ -47,6 +71,7 @@ fn write_source(out: &mut String, v: &Variant) -> std::fmt::Result {
         ("HasValue", !inner.value.is_empty()),
         ("HasLogits", inner.logits.is_some()),
         ("HasMask", inner.mask.is_some()),
+        ("MaskReads", inner.mask.as_ref().is_some_and(reads)),
         ("HasInit", inner.init.is_some()),
         ("HasOutput", inner.output.is_some()),
     ] {

@@ -9,6 +9,7 @@ mod params;
 mod rope;
 pub(crate) mod row;
 mod spec;
+mod text;
 
 pub use self::cuda::cuda_source;
 pub use self::eval::{RowCtx, Side};
@@ -20,8 +21,6 @@ pub use self::library::{
     alibi, causal, custom_mask, multi_item, rope_llama, rope_llama31, sigmoid, sink, sliding_window, soft_cap,
     standard, tree_mask,
 };
-#[cfg(feature = "cuda")]
-pub(crate) use self::params::Value;
 pub use self::params::{Bound, ParamType, Params};
 pub use self::rope::{Llama31, Rope};
 pub use self::spec::{
@@ -35,6 +34,8 @@ pub(crate) use self::{
     rope::frequencies,
     row::RowProgram,
 };
+#[cfg(feature = "cuda")]
+pub(crate) use self::{params::Value, text::KNOWN};
 
 /// What a variant's mask says of a whole block; all is visible without a mask.
 pub(crate) fn visible_in(variant: &Variant, bound: Option<&Bound<'_>>, block: &Block) -> Visible {

@@ -21,6 +21,8 @@ pub enum ParamType {
     PerHead,
     /// Packed bits, a segment of bytes for each request.
     Bits,
+    /// Contiguous, of this type and any shape: for hooks of CUDA C++ text, which see its first element's address.
+    Tensor(DType),
 }
 
 impl std::fmt::Display for ParamType {
@@ -32,6 +34,7 @@ impl std::fmt::Display for ParamType {
             Self::I32Tensor => "i32 tensor",
             Self::PerHead => "f32 tensor of one value per query head",
             Self::Bits => "bits",
+            Self::Tensor(dtype) => return write!(f, "contiguous {dtype} tensor"),
         })
     }
 }
@@ -108,7 +111,7 @@ impl<'a> Params<'a> {
         self.with(name, Value::I32s(values))
     }
 
-    /// A contiguous tensor of one axis, f32 or i32, where the executor's tensors are.
+    /// A contiguous tensor where the executor's tensors are: of one axis, f32 or i32, or what a [`ParamType::Tensor`] says.
     pub fn tensor(self, name: &str, values: TensorRef<'a>) -> Self {
         self.with(name, Value::Tensor(values))
     }
@@ -210,6 +213,10 @@ impl Variant {
     /// Tensors have at least one element, a value per head has `num_qo_heads`, the `indptr` of bits has `batch + 1`
     /// entries that do not decrease and stay inside the bytes, and numbers are not NaN.
     pub fn bind<'a>(&self, params: &Params<'a>, num_qo_heads: usize, batch: usize) -> Result<Bound<'a>> {
+        if self.is_cuda_text() {
+            let (what, want) = ("hooks".into(), "expressions: text runs on CUDA devices alone".into());
+            return Err(Error::Variant { variant: self.name().into(), what, got: "CUDA C++ text".into(), want });
+        }
         self.bind_at(Place::Host, params, num_qo_heads, batch)
     }
 
@@ -258,6 +265,15 @@ fn check<'a>(
 ) -> Result<Value<'a>, (String, String)> {
     let line = |t: &TensorRef<'_>| t.shape().len() == 1 && (t.strides()[0] == 1 || t.shape()[0] <= 1);
     let there = |t: &TensorRef<'_>| t.place() == place && place != Place::Host;
+    if let ParamType::Tensor(dtype) = ty {
+        let fits = match value {
+            Value::Tensor(t) => t.dtype() == dtype && t.layout().is_contiguous(),
+            Value::F32s(_) => dtype == DType::F32,
+            Value::I32s(_) => dtype == DType::I32,
+            _ => false,
+        };
+        return if fits { Ok(value) } else { Err((value.to_string(), ty.to_string())) };
+    }
     let value = match value {
         Value::Tensor(t) if line(&t) && there(&t) => {
             let n = t.shape()[0];

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use super::expr::{Bits, Bool, F32, F32Tensor, Flatten, I32, I32Tensor, Id, Leaf, MAX_DEPTH, Named, Node, Op, param};
 use super::params::ParamType;
 use super::rope::Rope;
+use super::text::Text;
 use crate::error::{Error, Result};
 
 /// How logits become weights.
@@ -96,6 +97,8 @@ pub(crate) struct Inner {
     pub(crate) init: Option<Expr>,
     pub(crate) output: Option<Expr>,
     pub(crate) normalize: Normalize,
+    /// Hooks that are CUDA C++ text, over the others.
+    pub(crate) text: Option<Text>,
 }
 
 impl std::fmt::Debug for Variant {
@@ -283,7 +286,7 @@ pub fn variant(name: &str, build: impl FnOnce(&mut Declare) -> Hooks) -> Result<
 
 /// The hooks of a variant, flattened but not checked.
 #[derive(Default)]
-struct Draft {
+pub(super) struct Draft {
     query: (Vec<Rope>, Vec<Id>),
     key: (Vec<Rope>, Vec<Id>),
     value: (Vec<Rope>, Vec<Id>),
@@ -292,10 +295,18 @@ struct Draft {
     init: Option<Id>,
     output: Option<Id>,
     none: bool,
+    text: Option<Text>,
+}
+
+impl Draft {
+    /// Hooks of text alone; `none`: without softmax.
+    pub(super) fn of_text(text: Text, none: bool) -> Self {
+        Self { text: Some(text), none, ..Self::default() }
+    }
 }
 
 /// Checks all that a variant promises to its lowerings.
-fn finish(name: String, params: Vec<Named>, nodes: Vec<Node>, draft: Draft) -> Result<Variant> {
+pub(super) fn finish(name: String, params: Vec<Named>, nodes: Vec<Node>, draft: Draft) -> Result<Variant> {
     let refuse =
         |what: String, got: String, want: &str| Error::Variant { variant: name.clone(), what, got, want: want.into() };
     const WORD: &str = "letters, digits and single underscores";
@@ -333,6 +344,7 @@ fn finish(name: String, params: Vec<Named>, nodes: Vec<Node>, draft: Draft) -> R
         init: draft.init.map(expr),
         output: draft.output.map(expr),
         normalize: if draft.none { Normalize::None } else { Normalize::Softmax },
+        text: draft.text,
         name: name.clone(),
         params,
         nodes,
@@ -504,6 +516,11 @@ impl Variant {
         self.0.query.rope.is_some()
     }
 
+    /// Whether it has hooks of CUDA C++ text, which may do anything that the expressions do not say.
+    pub fn is_cuda_text(&self) -> bool {
+        self.0.text.is_some()
+    }
+
     /// How its logits become weights.
     pub fn normalize(&self) -> Normalize {
         self.0.normalize
@@ -527,6 +544,7 @@ impl Variant {
             init: of(&self.0.init),
             output: of(&self.0.output),
             none: self.0.normalize == Normalize::None,
+            text: self.0.text.clone(),
         }
     }
 
@@ -581,6 +599,17 @@ impl Variant {
         }
         let mut draft = self.draft(|id| id);
         let theirs = other.draft(|id| ids[id as usize]);
+        for (one, another) in [(&self, &other), (&other, &self)] {
+            let i = &another.0;
+            if one.0.text.is_some()
+                && (i.logits.is_some() || i.init.is_some() || i.output.is_some() || i.text.is_some())
+            {
+                let got = format!("logits, init, output or text of `{}`", another.name());
+                let want = "masks and transforms alone beside hooks of text".into();
+                return Err(refuse(format!("hooks of `{}`", one.name()), got, want));
+            }
+        }
+        draft.text = draft.text.or(theirs.text);
         for (hook, ours, theirs) in
             [("init", &mut draft.init, theirs.init), ("output", &mut draft.output, theirs.output)]
         {

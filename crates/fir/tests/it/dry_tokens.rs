@@ -40,9 +40,9 @@ fn queries_and_keys_rotate_in_one_launch() {
         assert_eq!(names, in_place);
         (names, params)
     };
-    // 320 units of 32 bytes a token; 64 cosines and sines of four tokens.
+    // 320 units of 32 bytes a token; its 64 cosines and sines.
     let (names, params) = rotate(4096, 128, Rope::default());
-    assert_eq!(names, ["tokens<bf16, bf16, 8, 4>: grid [1024, 1, 1], block [160, 1, 1], smem 2048, early"]);
+    assert_eq!(names, ["tokens<bf16, bf16, 8>: grid [4096, 1, 1], block [160, 1, 1], smem 512, early"]);
     let has = |part: &str| assert!(params[0].contains(part), "{part} is not in {}", params[0]);
     has(
         "sides[0].from q, sides[0].to q_out, sides[0].block_scales none, sides[0].from_token 8192, sides[0].from_head 256",
@@ -52,11 +52,9 @@ fn queries_and_keys_rotate_in_one_launch() {
     has("angles.positions positions, angles.indptr none");
     has("angles.pairs 64, angles.batch 0, angles.wide 1, angles.interleave 0");
     has("nnz 4096, units 320, count 2, paged 0");
-    // Few tokens: one to a block. Halves of 36 elements are no vectors, nor are rows of 84.
-    let few = rotate(64, 128, Rope::default()).0;
-    assert_eq!(few, ["tokens<bf16, bf16, 8, 1>: grid [64, 1, 1], block [160, 1, 1], smem 512, early"]);
+    // Halves of 36 elements are no vectors, nor are rows of 84.
     let odd = rotate(64, 84, Rope { rotary_dim: Some(72), ..Rope::default() }).0;
-    assert_eq!(odd, ["tokens<bf16, bf16, 1, 1>: grid [64, 1, 1], block [256, 1, 1], smem 288, early"]);
+    assert_eq!(odd, ["tokens<bf16, bf16, 1>: grid [64, 1, 1], block [256, 1, 1], smem 288, early"]);
 }
 
 #[test]
@@ -102,9 +100,9 @@ fn appending_takes_pages_as_they_are() {
     let (slots, x) = (zeros(DType::I32, &[2]), zeros(DType::F16, &[2, 2, 32]));
     let tokens = Slots::Tokens { table: &table, batch_indices: requests.view(), positions: at.view() };
     for (dtype, slots, want) in [
-        (DType::E5M2, tokens, "tokens<f16, e5m2, 8, 1>"),
-        (DType::F16, Slots::Mapping(slots.view()), "tokens<f16, f16, 8, 1>"),
-        (DType::E2M1x2, Slots::Mapping(slots.view()), "tokens<f16, e2m1x2, 16, 1>"),
+        (DType::E5M2, tokens, "tokens<f16, e5m2, 8>"),
+        (DType::F16, Slots::Mapping(slots.view()), "tokens<f16, f16, 8>"),
+        (DType::E2M1x2, Slots::Mapping(slots.view()), "tokens<f16, e2m1x2, 16>"),
     ] {
         let each = if dtype == DType::E2M1x2 { 16 } else { 32 };
         // Heads before tokens.

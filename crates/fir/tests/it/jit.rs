@@ -31,6 +31,7 @@ const BUDGETS: &[(&str, u32, u32)] = &[
     ("moe", 40, 0),
     ("norm", 64, 0),
     ("page", 32, 0),
+    ("put", 32, 0),
     ("quantize", 128, 0),
     ("rope", 48, 0),
     ("sampling", 64, 192),
@@ -60,7 +61,7 @@ fn budget(source: &Source) -> (u32, u32) {
 
 /// Whether there is a compiler; says so when not, and fails when there must be one.
 #[expect(clippy::print_stderr, reason = "a skip must be seen")]
-fn has_compiler() -> bool {
+pub(crate) fn has_compiler() -> bool {
     match jit::compiler() {
         Ok(_) => true,
         Err(e) if std::env::var(fir::env::FIR_REQUIRE_NVRTC).is_ok_and(|v| v == "1") => panic!("{e}"),
@@ -170,6 +171,29 @@ fn children(dir: &Path, count: usize) -> Vec<Vec<Origin>> {
             origins.collect()
         })
         .collect()
+}
+
+#[test]
+fn a_folder_of_kernels_needs_no_compiler() {
+    if !has_compiler() {
+        return;
+    }
+    let dir = std::env::temp_dir().join(format!("fir-jit-folder-{}", std::process::id()));
+    jit::build_into(&dir.join("cubins"), &jit::kernels()[0], Arch::HOPPER).unwrap();
+    let child = |folder: &str| {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(["--exact", "jit::child_builds_one_kernel", "--ignored", "--nocapture"]);
+        command.env(fir::env::FIR_NVRTC, "/nonexistent/libnvrtc.so").env(fir::env::FIR_CACHE_DIR, dir.join("cache"));
+        let out = command.env(fir::env::FIR_CUBIN_DIR, dir.join(folder)).output().unwrap();
+        let text = [out.stdout, out.stderr].concat();
+        (out.status.success(), String::from_utf8_lossy(&text).into_owned())
+    };
+    let (found, text) = child("cubins");
+    assert!(found && text.contains("origin: Disk"), "{text}");
+    let (found, text) = child("elsewhere");
+    assert!(!found && text.contains("NVRTC, which compiles kernels") && text.contains("pip install"), "{text}");
+    assert!(!dir.join("cache").exists(), "nothing is written");
+    std::fs::remove_dir_all(&dir).unwrap();
 }
 
 fn once(origins: &[Origin], first: Origin) -> bool {

@@ -11,6 +11,8 @@ mod dry_gemm;
 #[cfg(feature = "cuda")]
 mod dry_tokens;
 mod gemm;
+#[cfg(feature = "cuda")]
+mod graph;
 mod hostile;
 #[cfg(feature = "cuda")]
 mod jit;

@@ -11,7 +11,13 @@ use fir::{DType, TensorRef};
 #[expect(clippy::print_stderr, reason = "a skip must be seen")]
 #[track_caller]
 pub(crate) fn every_exec(check: impl Fn(&Exec)) {
+    // `FIR_TEST_GPU_ONLY=1`, for sanitizers of GPU code: minutes of the CPU's kernels say nothing there.
+    let gpu_alone = std::env::var("FIR_TEST_GPU_ONLY").is_ok_and(|v| v == "1");
     for level in Level::ALL {
+        if gpu_alone {
+            eprintln!("skipped: {level}, as FIR_TEST_GPU_ONLY=1");
+            continue;
+        }
         if !Level::available().contains(&level) {
             eprintln!("skipped: this CPU has no {level}");
             continue;

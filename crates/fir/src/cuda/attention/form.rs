@@ -96,6 +96,8 @@ params! {
         kv: KvPool,
         sm_scale: f32,
         group: i32,
+        team: i32,
+        pad: i32,
     }
 }
 
@@ -237,12 +239,16 @@ impl Form {
                     let rope = spec.variant.rotates_keys() || spec.variant.rotates_queries();
                     fixed + if qk > 128 { qk * 32 } else { 0 } + if rope { qk * 8 } else { 0 }
                 };
-                // 41 KB on their way keep an H200's memory busy; three stages of four warps are 96 KB per block.
-                let shapes = [(4, 3), (4, 2), (2, 2)];
+                // 41 KB on their way keep an H200's memory busy; three stages of four warps are 96 KB per block. Twice as
+                // many blocks of half the size end sooner where each has a request or more (64 x 512: 49 us against 54,
+                // 256 x 512: 150 and 156, one of 32768 and 63 x 512: 90 and 95) and later where all share one (1 x 8192:
+                // 29 and 24).
+                let small = spec.many && bits(spec.kv) == 16 && qk <= 128;
+                let shapes = [(if small { 2 } else { 4 }, 3), (4, 2), (2, 2)];
                 let (warps, stages) =
                     shapes.into_iter().find(|&(w, s)| smem(w, s) <= shared as usize).unwrap_or((2, 2));
                 let smem = smem(warps, stages) as u32;
-                let most = if qk > 128 { 1 } else { 2 };
+                let most = if qk > 128 { 1 } else { 8 / warps as u32 };
                 let blocks = ((shared + 1024) / (smem + 1024)).clamp(1, most);
                 let run = if runs && bits(spec.kv) > 4 { RUN } else { 1 };
                 let name = format!(

@@ -148,7 +148,7 @@ impl Plan {
             pad: 0,
         };
         let mut bytes = bytemuck::bytes_of(&params).to_vec();
-        self.hooks.pack(&mut call, bound, &mut bytes)?;
+        self.hooks.pack(&mut call, bound, self.known(1.0), &mut bytes)?;
         self.launch(gpu, &call, kernel, Grid::new(rows.div_ceil(4) as u32, 128), &bytes)?;
         call.finish()
     }

@@ -65,10 +65,10 @@ impl Room {
     /// Where requests' starts, merges, tokens and items begin, and the end. The number of items is first, they are last: as
     /// many as there are travel.
     fn offsets(self) -> [usize; 5] {
-        let merges = (STARTS + self.starts * 4).next_multiple_of(64);
+        let merges = (STARTS + self.starts * 4).next_multiple_of(LINE);
         let tokens = merges + self.merges * size_of::<MergeItem>();
-        let items = (tokens + self.tokens * 16).next_multiple_of(64);
-        [STARTS, merges, tokens, items, items + self.items * size_of::<WorkItem>()]
+        let items = (tokens + self.tokens * 16).next_multiple_of(LINE);
+        [STARTS, merges, tokens, items, items + self.items * LINE]
     }
 }
 
@@ -79,7 +79,8 @@ pub(super) struct List {
     room: Room,
     /// None on a dry run.
     memory: Option<Buffer>,
-    bytes: Vec<u8>,
+    /// What was last sent there, up to its last item.
+    lines: Vec<WorkItem>,
     /// Whether tokens stand elsewhere than their items say: a level of a cascade.
     has_tokens: bool,
     is_empty: bool,
@@ -88,10 +89,13 @@ pub(super) struct List {
 /// Bytes before requests' starts: the number of items.
 const STARTS: usize = 16;
 
+/// Bytes of an item; the parts of a list begin at multiples of it.
+const LINE: usize = size_of::<WorkItem>();
+
 /// How workers come to their items.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Order {
-    /// So many lists, one after the other in memory.
+    /// A list for each team of so many workers.
     Lists(usize),
     /// From a queue; and for a kernel that knows of none, every so-manieth from one's own number on.
     Queue(usize),
@@ -101,16 +105,16 @@ pub(super) enum Order {
 const NOWHERE: u64 = 3 << 60;
 
 impl List {
-    /// Room for balanced cuts of so many query tiles, of a request each, for so many KV heads.
+    /// Room for balanced cuts of so many query tiles, of a request each, with so many lists of heads.
     pub(super) fn new(gpu: &Gpu, [tiles, heads]: [usize; 2], workers: usize) -> Result<Self> {
-        // A border between workers cuts a query tile's stretch into at most three more items; workers in step have an item
-        // for each of their query tiles.
+        // A border between workers cuts a query tile's stretch into at most three more items; teams have an item for each
+        // of their query tiles.
         let room = Room { starts: tiles, merges: 2 * workers, tokens: 0, items: tiles * heads + 4 * workers };
         let mut list = Self {
             gpu: gpu.clone(),
             room: Room::default(),
             memory: None,
-            bytes: Vec::new(),
+            lines: Vec::new(),
             has_tokens: false,
             is_empty: true,
         };
@@ -136,12 +140,13 @@ impl List {
     pub(super) fn fill(&mut self, schedule: &Schedule, batch: Batch<'_>, order: Order) -> Result<()> {
         let Batch { tokens, kv_lens, kv_base, .. } = batch;
         let count = schedule.items().len();
-        let items = match order {
+        let (lists, items) = match order {
             Order::Lists(workers) => {
-                let busy = (0..schedule.workers()).filter(|&w| !schedule.of(w).is_empty()).count();
-                workers + count - busy
+                let lists = workers.div_ceil(schedule.team());
+                let busy = (0..lists).filter(|t| !schedule.of(t * schedule.team()).is_empty()).count();
+                (lists, lists + count - busy)
             }
-            Order::Queue(workers) => workers.max(count),
+            Order::Queue(workers) => (workers, workers.max(count)),
         };
         let (merges, tokens_here) = (schedule.merges().len(), if kv_base.is_some() { tokens.len() } else { 0 });
         self.reserve(Room { starts: kv_lens.len(), merges, tokens: tokens_here, items })?;
@@ -149,10 +154,10 @@ impl List {
         self.is_empty = schedule.items().is_empty();
 
         let [_, at_merges, at_tokens, at_items, _] = self.room.offsets();
-        self.bytes.clear();
-        // Items of no tokens are no work.
-        self.bytes.resize(at_items + items * size_of::<WorkItem>(), 0);
-        let (head, list) = self.bytes.split_at_mut(at_items);
+        // What stands behind the last of anything is never read; every item up to the last is written below.
+        self.lines.resize(at_items / LINE + items, WorkItem::default());
+        let (head, list) = self.lines.split_at_mut(at_items / LINE);
+        let head: &mut [u8] = bytemuck::cast_slice_mut(head);
         head[..4].copy_from_slice(&(count as i32).to_ne_bytes());
         let mut start = 0i32;
         for (to, &len) in head[STARTS..at_merges].chunks_exact_mut(4).zip(kv_lens) {
@@ -167,11 +172,21 @@ impl List {
         if kv_base.is_some() {
             head[at_tokens..][..tokens.len() * 16].copy_from_slice(bytemuck::cast_slice(tokens));
         }
-        let mut put = |at: usize, item: &Item, next: Option<usize>| {
+        let (all, mut near) = (schedule.merges(), 0);
+        let mut line = |item: &Item, next: Option<usize>| {
             let token = tokens[item.q_start as usize];
-            let key = (item.q_start, item.head_start);
-            let merge = schedule.merges().binary_search_by_key(&key, |m| (m.q_start, m.head)).unwrap_or(0);
-            let item = WorkItem {
+            let (mut partial, mut merge) = (-1, 0);
+            if item.partial != Item::WHOLE {
+                let key = (item.q_start, item.head_start);
+                // Parts mostly follow each other as their merges do: the last one's, or that of the next cut tile.
+                let here = |at: &usize| all.get(*at).is_some_and(|m| (m.q_start, m.head) == key);
+                near = [near, near + schedule.team()]
+                    .into_iter()
+                    .find(here)
+                    .unwrap_or_else(|| all.binary_search_by_key(&key, |m| (m.q_start, m.head)).unwrap_or(0));
+                (partial, merge) = (item.partial as i32, near as i32);
+            }
+            WorkItem {
                 request: token.batch,
                 q_start: item.q_start as i32,
                 tokens: item.q_len as i32,
@@ -183,24 +198,25 @@ impl List {
                 kv_start: item.kv_start as i32,
                 kv_end: item.kv_end as i32,
                 pages: item.request as i32,
-                partial: if item.partial == Item::WHOLE { -1 } else { item.partial as i32 },
-                merge: merge as i32,
+                partial,
+                merge,
                 next: next.map_or(-1, |i| i as i32),
                 kv_base: kv_base.map_or(0, |b| b[item.request as usize]),
                 full_end: item.full_end as i32,
-            };
-            list[at * size_of::<WorkItem>()..][..size_of::<WorkItem>()].copy_from_slice(bytemuck::bytes_of(&item));
+            }
         };
+        // Items of no tokens are no work.
         match order {
-            // A worker's first item stands at its number, the others behind all of those.
-            Order::Lists(workers) => {
-                let mut rest = workers;
-                for worker in 0..workers {
-                    let own = schedule.of(worker);
-                    let mut at = worker;
+            // A list's first item stands at its number, the others behind all of those.
+            Order::Lists(_) => {
+                let mut rest = lists;
+                for first in 0..lists {
+                    list[first] = WorkItem::default();
+                    let own = schedule.of(first * schedule.team());
+                    let mut at = first;
                     for (i, item) in own.iter().enumerate() {
                         let next = (i + 1 < own.len()).then_some(rest);
-                        put(at, item, next);
+                        list[at] = line(item, next);
                         at = rest;
                         rest += usize::from(next.is_some());
                     }
@@ -208,11 +224,12 @@ impl List {
             }
             Order::Queue(workers) => {
                 for (i, item) in schedule.items().iter().enumerate() {
-                    put(i, item, Some(i + workers).filter(|&next| next < count));
+                    list[i] = line(item, Some(i + workers).filter(|&next| next < count));
                 }
+                list[count..].fill(WorkItem::default());
             }
         }
-        self.memory.as_ref().map_or(Ok(()), |memory| self.gpu.send(&self.bytes, memory))
+        self.memory.as_ref().map_or(Ok(()), |memory| self.gpu.send(bytemuck::cast_slice(&self.lines), memory))
     }
 
     /// Whether nobody has anything to do.
@@ -307,7 +324,7 @@ mod tests {
     #[test]
     fn a_list_is_its_schedule() {
         let gpu = Gpu::dry(Arch::HOPPER);
-        let mut list = List::new(&gpu, [8, 3], 20).unwrap();
+        let mut list = List::new(&gpu, [8, 1], 20).unwrap();
         let place = list.items();
         for (lens, split) in [
             (&[900u32, 3, 0, 64, 700][..], Split::Balanced),
@@ -334,10 +351,9 @@ mod tests {
             let batch = Batch { entries: &entries, long: &[], tokens: &tokens, kv_lens: lens, kv_base: None };
             list.fill(&schedule, batch, Order::Lists(20)).unwrap();
             let [_, at_merges, _, at_items, _] = list.room.offsets();
-            let items: Vec<WorkItem> =
-                list.bytes[at_items..].chunks_exact(64).map(bytemuck::pod_read_unaligned).collect();
+            let items = list.lines[at_items / LINE..].to_vec();
             for w in 0..20 {
-                let (mut at, mut found) = (w as i32, Vec::new());
+                let (mut at, mut found) = ((w / schedule.team()) as i32, Vec::new());
                 while at >= 0 && items[at as usize].tokens > 0 {
                     found.push(items[at as usize]);
                     at = found[found.len() - 1].next;
@@ -363,16 +379,15 @@ mod tests {
                 }
             }
             for (i, m) in schedule.merges().iter().enumerate() {
-                let got: MergeItem = bytemuck::pod_read_unaligned(&list.bytes[at_merges + 16 * i..][..16]);
+                let got = bytemuck::cast_slice::<_, MergeItem>(&list.lines)[at_merges / 16 + i];
                 assert_eq!((got.first, got.stride, got.parts), (m.first as i32, m.stride as i32, m.parts as i32));
             }
             // The same as a queue: in order, and each once by the chains of those who know of none.
             schedule.fill_queue(cut, &entries).unwrap();
             list.fill(&schedule, batch, Order::Queue(20)).unwrap();
             let [_, _, _, at_items, _] = list.room.offsets();
-            let items: Vec<WorkItem> =
-                list.bytes[at_items..].chunks_exact(64).map(bytemuck::pod_read_unaligned).collect();
-            let count = i32::from_ne_bytes(list.bytes[..4].try_into().unwrap()) as usize;
+            let items = list.lines[at_items / LINE..].to_vec();
+            let count = list.lines[0].request as usize;
             assert_eq!(count, schedule.items().len());
             for (got, want) in items.iter().zip(schedule.items()) {
                 assert_eq!(

@@ -18,8 +18,9 @@ pub(crate) mod merge;
 use std::sync::Arc;
 
 use self::form::{AttentionParams, Form, Instance, KvPool, KvTensor, OutParams, PlainParams, PrefillParams};
-use self::hooks::Hooks;
+use self::hooks::{Hooks, Known};
 use self::list::{List, Order};
+use super::arch::Arch;
 use super::call::Call;
 use super::driver::Grid;
 use super::exec::{Gpu, Kernel};
@@ -47,8 +48,13 @@ pub(crate) struct Spec {
     pub(crate) group: usize,
     /// Rows stay unfinished, for [`levels`].
     pub(crate) states: bool,
+    /// Made for [`MANY`] query tiles and more.
+    pub(crate) many: bool,
     pub(crate) variant: Variant,
 }
+
+/// Query tiles from which on more and smaller blocks are faster: see `decode.cuh`'s shapes in [`form`].
+pub(crate) const MANY: usize = 64;
 
 /// Rows of one tensor-core tile: most rows of a short query tile, unless one token has more.
 const ROWS: usize = 16;
@@ -69,10 +75,24 @@ fn choose(spec: &Spec, long: bool) -> Result<Form> {
     Err(Error::Unsupported { op: spec.op, why })
 }
 
+/// What a plan of `spec` may need, for pages of any size.
+pub(crate) fn sources(spec: &Spec, arch: Arch) -> Result<Vec<Source>> {
+    let (hooks, shared) = (Hooks::new(&spec.variant), arch.typical().1);
+    let mut all: Vec<Source> = Vec::new();
+    let many = Spec { many: true, ..spec.clone() };
+    for (spec, long, runs) in [(spec, false, true), (&many, false, true), (spec, true, true), (spec, false, false)] {
+        let source = choose(spec, long)?.instance(spec, &hooks, shared, runs).source;
+        if !all.contains(&source) {
+            all.push(source);
+        }
+    }
+    Ok(all)
+}
+
 /// Instantiations for `fir jit build` and the tests: those of common models. A user's variant has others.
 pub(super) fn kernels() -> Vec<Source> {
     use crate::variant::{alibi, causal, custom_mask, rope_llama, sigmoid, sink, sliding_window, soft_cap, standard};
-    let arch = super::arch::Arch::HOPPER.typical().1;
+    let arch = Arch::HOPPER.typical().1;
     let spec = |q, kv, out, [dim_qk, dim_vo]: [usize; 2], variant| Spec {
         op: "kernels",
         q,
@@ -83,6 +103,7 @@ pub(super) fn kernels() -> Vec<Source> {
         dim_pe: None,
         group: 1,
         states: false,
+        many: false,
         variant,
     };
     let (f32, f16, bf16) = (DType::F32, DType::F16, DType::BF16);
@@ -92,6 +113,7 @@ pub(super) fn kernels() -> Vec<Source> {
             specs.push(spec(d, d, d, dims, standard()));
         }
         specs.push(spec(d, d, d, [128, 128], causal()));
+        specs.extend([standard(), causal()].map(|v| Spec { many: true, ..spec(d, d, d, [128, 128], v) }));
     }
     for kv in [DType::E4M3, DType::E5M2] {
         specs.extend([[64, 64], [128, 128], [256, 256]].map(|dims| spec(bf16, kv, bf16, dims, standard())));
@@ -157,11 +179,18 @@ pub(crate) struct Plan {
 #[derive(Debug)]
 struct Lane {
     instance: Instance,
-    /// Blocks that run beside each other.
+    /// Blocks that run beside each other, and how many of them share a list.
     workers: usize,
+    team: usize,
     schedule: Schedule,
     /// None before a batch needs it.
     loaded: Option<(Arc<Kernel>, List)>,
+}
+
+impl Lane {
+    fn cut(&self, kv_heads: usize, group: usize, split: Split) -> Cut {
+        Cut { workers: self.workers, kv_heads: kv_heads as u32, group: group as u32, split, in_step: true }
+    }
 }
 
 /// A batch of query tiles.
@@ -208,8 +237,10 @@ pub(crate) struct Args<'a> {
     pub(crate) kpe: Option<TensorRef<'a>>,
     pub(crate) block_scales: Option<[TensorRef<'a>; 2]>,
     pub(crate) index: Index<'a>,
-    /// Factor of the scores, the keys' scale included.
+    /// Factor of the scores, the keys' scale included; for hooks of text that scale alone.
     pub(crate) sm_scale: f32,
+    /// What those hooks are told to multiply scores by.
+    pub(crate) text_scale: f32,
     pub(crate) v_scale: f32,
     pub(crate) bound: &'a Bound<'a>,
     pub(crate) scratch: &'a mut Scratch,
@@ -225,6 +256,10 @@ impl Plan {
         split: Split,
         decodes: bool,
     ) -> Result<Self> {
+        if spec.states && spec.variant.is_cuda_text() {
+            // Rows are finished by a kernel that knows of no scale.
+            return Err(Error::Unsupported { op: spec.op, why: vec!["a cascade with hooks of CUDA C++ text".into()] });
+        }
         let hooks = Hooks::new(&spec.variant);
         let mut forms = vec![choose(&spec, false)?, choose(&spec, true)?];
         forms.dedup();
@@ -234,7 +269,11 @@ impl Plan {
         let lane = |form: Form| {
             let instance = form.instance(&spec, &hooks, gpu.properties().shared_per_block, true);
             let workers = (gpu.properties().multiprocessors * instance.blocks) as usize;
-            Lane { instance, workers, schedule: Schedule::default(), loaded: None }
+            let mut lane = Lane { instance, workers, team: 1, schedule: Schedule::default(), loaded: None };
+            if form != Form::Prefill {
+                lane.team = lane.cut(kv_heads, spec.group, split).team();
+            }
+            lane
         };
         let lanes = forms.into_iter().map(lane).collect();
         let levels = spec.states.then(|| gpu.kernel(levels::source(spec.out, &hooks))).transpose()?;
@@ -257,24 +296,18 @@ impl Plan {
     /// with. Loads what kernels it needs.
     pub(crate) fn fill(&mut self, batch: Batch<'_>) -> Result<()> {
         for (lane, entries) in self.lanes.iter_mut().zip([batch.entries, batch.long]) {
+            let cut = lane.cut(self.kv_heads, self.spec.group, self.split);
             let (kernel, list) = match &mut lane.loaded {
                 Some((kernel, list)) => (kernel.clone(), list),
                 None if entries.is_empty() => continue,
                 loaded @ None => {
                     let kernel = self.gpu.kernel(lane.instance.source.clone())?;
-                    let list = List::new(&self.gpu, [self.tiles, self.kv_heads], lane.workers)?;
+                    let list = List::new(&self.gpu, [self.tiles, self.kv_heads / lane.team], lane.workers)?;
                     let (kernel, list) = loaded.insert((kernel, list));
                     (kernel.clone(), list)
                 }
             };
             debug_assert!(kernel.source == lane.instance.source);
-            let cut = Cut {
-                workers: lane.workers,
-                kv_heads: self.kv_heads as u32,
-                group: self.spec.group as u32,
-                split: self.split,
-                in_step: true,
-            };
             let (filled, order) = match lane.instance.form {
                 Form::Prefill => (lane.schedule.fill_queue(cut, entries), Order::Queue(lane.workers)),
                 Form::Decode | Form::Plain => (lane.schedule.fill(cut, entries), Order::Lists(lane.workers)),
@@ -317,6 +350,12 @@ impl Plan {
         list::scratch(&self.gpu, sizes)
     }
 
+    /// What hooks of text are told.
+    fn known(&self, sm_scale: f32) -> Known {
+        let kv_heads = self.kv_heads as i32;
+        Known { sm_scale, qo_heads: kv_heads * self.spec.group as i32, kv_heads }
+    }
+
     /// Where tokens stand, for a level of a cascade.
     fn token_list(&self) -> Address {
         self.lanes.iter().filter_map(|l| l.loaded.as_ref()).map(|(_, list)| list.tokens()).next().unwrap_or_default()
@@ -336,7 +375,8 @@ impl Plan {
 
     /// Queues one layer.
     pub(crate) fn run<'a>(&'a self, gpu: &'a Gpu, args: Args<'a>) -> Result<()> {
-        let Args { op, q, q_pe, k, v, kpe, block_scales, index, sm_scale, v_scale, bound, scratch, sink } = args;
+        let Args { op, q, q_pe, k, v, kpe, block_scales, index, sm_scale, text_scale, v_scale, bound, scratch, sink } =
+            args;
         let spec = &self.spec;
         list::check(op, &self.gpu, gpu)?;
         let mut call = Call::new(gpu, op);
@@ -435,6 +475,8 @@ impl Plan {
             },
             sm_scale,
             group: spec.group as i32,
+            team: 1,
+            pad: 0,
         };
         let out_bytes = if spec.states { 16 } else { 4 * spec.out.size() as u64 };
         let aligned = [rows.start.0, rows.token, rows.head].iter().all(|x| x % 16 == 0)
@@ -446,7 +488,7 @@ impl Plan {
         let near = spans(k).max(spans(v)) < 1 << 36;
         let runs = indices == Address(0) || page_size.is_multiple_of(form::RUN as u32);
         let mut tail = Vec::new();
-        self.hooks.pack(&mut call, bound, &mut tail)?;
+        self.hooks.pack(&mut call, bound, self.known(text_scale), &mut tail)?;
         let mut bytes = Vec::with_capacity(1024);
         for lane in &self.lanes {
             let Some((kernel, list)) = lane.loaded.as_ref().filter(|(_, list)| !list.is_empty()) else { continue };
@@ -491,7 +533,8 @@ impl Plan {
             let out = OutParams { merges: list.merges(), tokens: list.tokens(), ..common.out };
             let indptr = if indices == Address(0) { list.starts() } else { indptr };
             let kv = KvPool { indptr, ..common.kv };
-            bytes.extend_from_slice(bytemuck::bytes_of(&AttentionParams { items: list.items(), out, kv, ..common }));
+            let (items, team) = (list.items(), lane.team as i32);
+            bytes.extend_from_slice(bytemuck::bytes_of(&AttentionParams { items, out, kv, team, ..common }));
             bytes.extend_from_slice(&tail);
             let grid = Grid { smem: instance.smem, ..Grid::new(lane.workers as u32, instance.threads) };
             self.launch(gpu, &call, &kernel, grid, &bytes)?;

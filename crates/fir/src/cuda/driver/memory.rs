@@ -99,8 +99,8 @@ pub(crate) struct Pinned {
     context: Arc<Context>,
     start: *mut c_void,
     len: usize,
-    /// After the copy that reads it.
-    busy: Option<Event>,
+    /// After the last copy that read it, if there was one.
+    copied: Option<Event>,
 }
 
 // SAFETY: plain memory, which one owner writes.
@@ -115,7 +115,7 @@ impl Pinned {
             let _current = context.enter()?;
             call!(context.api, cuMemAllocHost_v2(&mut start, len))?;
         }
-        Ok(Self { context, start, len, busy: None })
+        Ok(Self { context, start, len, copied: None })
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -130,25 +130,26 @@ impl Pinned {
         if bytes.is_empty() {
             return Ok(());
         }
-        if let Some(event) = self.busy.take() {
+        if let Some(event) = &self.copied {
             event.synchronize()?;
         }
         // SAFETY: `len` bytes are ours from `start` on, and no copy reads them: the last one was waited for.
         let memory = unsafe { std::slice::from_raw_parts_mut(self.start.cast::<u8>(), bytes.len()) };
         memory.copy_from_slice(bytes);
         let queued = to.queue_write(0, memory);
-        match to.stream.record() {
-            Ok(event) => self.busy = Some(event),
-            // Without a mark there is only this way to know when the copy is over.
-            Err(_) => to.stream.synchronize()?,
-        }
+        let marked = match &self.copied {
+            Some(event) => to.stream.record_again(event),
+            None => to.stream.mark().map(|event| self.copied = Some(event)),
+        };
+        // Without a mark there is only this way to know when the copy is over.
+        marked.or_else(|_| to.stream.synchronize())?;
         queued
     }
 }
 
 impl Drop for Pinned {
     fn drop(&mut self) {
-        if let Some(event) = &self.busy {
+        if let Some(event) = &self.copied {
             let _ = event.synchronize();
         }
         if self.len > 0

@@ -52,6 +52,36 @@ impl Problem {
         self.qo_heads / self.kv_heads.max(1)
     }
 
+    /// The kernels that a plan of it may need on a device of `arch`, for [`jit::build`](cuda::jit::build): those of a
+    /// variant of your own are in no list.
+    #[cfg(feature = "cuda")]
+    pub fn kernels(&self, arch: cuda::jit::Arch) -> Result<Vec<cuda::jit::Source>> {
+        const OP: &str = "Problem::kernels";
+        self.check(OP)?;
+        gpu_kernel::sources(&self.spec(OP, false, 0), arch)
+    }
+
+    #[cfg(feature = "cuda")]
+    fn spec(&self, op: &'static str, states: bool, requests: usize) -> gpu_kernel::Spec {
+        gpu_kernel::Spec {
+            op,
+            q: self.q_dtype,
+            kv: self.kv_dtype,
+            out: self.out_dtype,
+            dim_qk: self.head_dim_qk,
+            dim_vo: self.head_dim_vo,
+            dim_pe: None,
+            group: self.group(),
+            states,
+            many: requests >= gpu_kernel::MANY,
+            variant: self.variant.clone(),
+        }
+    }
+
+    fn default_scale(&self) -> f32 {
+        1.0 / (self.head_dim_qk as f32).sqrt()
+    }
+
     pub(super) fn check(&self, op: &'static str) -> Result<()> {
         let mut why = vec![];
         if self.kv_heads == 0 || self.qo_heads == 0 || !self.qo_heads.is_multiple_of(self.kv_heads) {
@@ -96,7 +126,6 @@ pub struct BatchPlan {
     workers: usize,
     backend: Backend,
     program: RowProgram,
-    qo: Ragged,
     kv_lens: Vec<u32>,
     tokens: Vec<Token>,
     kv_base: Option<Vec<i32>>,
@@ -208,21 +237,15 @@ impl BatchPlan {
         let program = RowProgram::new(&problem.variant, problem.head_dim_qk, problem.head_dim_vo)?;
         let types = [problem.q_dtype, problem.kv_dtype, problem.out_dtype];
         let backend = match exec {
+            Exec::Cpu(_) if problem.variant.is_cuda_text() => {
+                let name = problem.variant.name();
+                let why = vec![format!("the hooks of variant `{name}` are CUDA C++ text, which no CPU runs")];
+                return Err(Error::Unsupported { op: OP, why });
+            }
             Exec::Cpu(cpu) => Backend::Cpu(Shape::new(cpu, problem.group(), &types)),
             #[cfg(feature = "cuda")]
             Exec::Cuda(gpu) => {
-                let spec = gpu_kernel::Spec {
-                    op: OP,
-                    q: problem.q_dtype,
-                    kv: problem.kv_dtype,
-                    out: problem.out_dtype,
-                    dim_qk: problem.head_dim_qk,
-                    dim_vo: problem.head_dim_vo,
-                    dim_pe: None,
-                    group: problem.group(),
-                    states: used == Use::Level,
-                    variant: problem.variant.clone(),
-                };
+                let spec = problem.spec(OP, used == Use::Level, requests);
                 let (tiles, decodes) = ([requests, problem.kv_heads], used == Use::Decodes);
                 Backend::Cuda(Box::new(gpu_kernel::Plan::new(gpu, spec, tiles, split, decodes)?))
             }
@@ -233,7 +256,6 @@ impl BatchPlan {
             split,
             workers: exec.workers(),
             backend,
-            qo: Ragged::from_lens(&[])?,
             kv_lens: Vec::with_capacity(requests),
             tokens: Vec::with_capacity(requests),
             kv_base: None,
@@ -269,16 +291,16 @@ impl BatchPlan {
     }
 
     fn fill(&mut self, qo: &Ragged, kv_lens: &[u32]) -> Result<()> {
-        self.qo.clone_from(qo);
         self.kv_lens.clear();
         self.kv_lens.extend_from_slice(kv_lens);
         self.entries.clear();
         self.long.clear();
         let group = self.problem.group();
         let (mask, on_gpu) = (self.program.has_mask(), !matches!(self.backend, Backend::Cpu(_)));
+        let (one, text) = (self.backend.tile(1, group), self.problem.variant.is_cuda_text());
         for (r, (&q_len, &kv_len)) in qo.lens().iter().zip(kv_lens).enumerate() {
             let first = qo.indptr()[r] as u32;
-            let (tile, long) = self.backend.tile(q_len, group);
+            let (tile, long) = if q_len == 1 { one } else { self.backend.tile(q_len, group) };
             let mut at = 0;
             while at < q_len {
                 let mut entry = Entry {
@@ -294,9 +316,9 @@ impl BatchPlan {
                 if q_len > 1 && mask {
                     entry = self.trimmed(entry);
                 }
-                // The CPU's kernels ask again, when parameters are known.
-                if mask {
-                    entry.full_end = if on_gpu { self.full_end(entry) } else { entry.kv_start };
+                // The CPU's kernels ask again, when parameters are known; what hooks of text hide is not known at all.
+                if mask || text {
+                    entry.full_end = if on_gpu && !text { self.full_end(entry) } else { entry.kv_start };
                 }
                 if long { &mut self.long } else { &mut self.entries }.push(entry);
             }
@@ -462,6 +484,10 @@ impl BatchPlan {
         let scale = self.check_args(op, &q, &kv, sm_scale)?;
         let bound = self.bind(gpu.place(), params)?;
         let pool = kv.pool();
+        let (scale, text_scale) = match self.problem.variant.is_cuda_text() {
+            true => (pool.k_scale, sm_scale.unwrap_or(self.problem.default_scale())),
+            false => (scale, scale),
+        };
         plan.run(
             gpu,
             gpu_kernel::Args {
@@ -477,6 +503,7 @@ impl BatchPlan {
                     Kv::Ragged(_) => gpu_kernel::Index::Ragged,
                 },
                 sm_scale: scale,
+                text_scale,
                 v_scale: pool.v_scale,
                 bound: &bound,
                 scratch,
@@ -500,7 +527,7 @@ impl BatchPlan {
         let pool = kv.pool();
         check_pool(op, pool, p)?;
         check_lens(op, kv, &self.kv_lens)?;
-        check_scale(op, sm_scale.unwrap_or(1.0 / (p.head_dim_qk as f32).sqrt()), pool.k_scale)
+        check_scale(op, sm_scale.unwrap_or(p.default_scale()), pool.k_scale)
     }
 
     /// The variant's parameters, checked.

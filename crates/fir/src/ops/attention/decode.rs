@@ -11,7 +11,11 @@ use crate::variant::Params;
 /// A decode batch, scheduled: immutable between refills, reusable by every layer of a step.
 #[must_use = "a plan does nothing until `run`"]
 #[derive(Debug)]
-pub struct DecodePlan(BatchPlan);
+pub struct DecodePlan {
+    plan: BatchPlan,
+    /// A token of each request.
+    ones: Ragged,
+}
 
 /// One layer's tensors for [`DecodePlan::run`].
 #[derive(Debug)]
@@ -42,27 +46,31 @@ impl DecodePlan {
 
     /// An empty plan with room for `requests`; see [`Self::refill`].
     pub fn with_capacity(exec: &Exec, problem: Problem, requests: usize, split: Split) -> Result<Self> {
-        BatchPlan::with_use(exec, problem, requests, split, Use::Decodes).map(Self)
+        let plan = BatchPlan::with_use(exec, problem, requests, split, Use::Decodes)?;
+        Ok(Self { plan, ones: Ragged::ones(0)? })
     }
 
     /// Plans another batch in the same memory.
     pub fn refill(&mut self, kv_lens: &[u32]) -> Result<()> {
-        self.0.refill(&Ragged::ones(kv_lens.len())?, kv_lens)
+        if self.ones.batch() != kv_lens.len() {
+            self.ones = Ragged::ones(kv_lens.len())?;
+        }
+        self.plan.refill(&self.ones, kv_lens)
     }
 
     /// Which worker does what.
     pub fn schedule(&self) -> &Schedule {
-        self.0.schedule()
+        self.plan.schedule()
     }
 
     /// Scratch of exactly the size that [`Self::run`] needs for the batch as it is planned now.
     pub fn scratch(&self) -> Scratch {
-        self.0.scratch()
+        self.plan.scratch()
     }
 
     /// Runs one layer. Takes `&self`: a plan has no state that a run changes.
     pub fn run(&self, exec: &Exec, args: DecodeArgs<'_>) -> Result<()> {
         let DecodeArgs { q, kv, params, sm_scale, scratch, out, lse } = args;
-        self.0.run(exec, BatchArgs { q, kv, params, sm_scale, scratch, out, lse })
+        self.plan.run(exec, BatchArgs { q, kv, params, sm_scale, scratch, out, lse })
     }
 }

@@ -104,6 +104,7 @@ impl MlaPlan {
                     dim_pe: Some(problem.head_dim_kpe),
                     group: problem.heads,
                     states: false,
+                    many: false,
                     variant: variant.clone(),
                 };
                 Backend::Cuda(Box::new(gpu_kernel::Plan::new(gpu, spec, [qo.batch(), 1], split, false)?))
@@ -222,6 +223,7 @@ impl MlaPlan {
                         block_scales: None,
                         index: gpu_kernel::Index::Paged(table),
                         sm_scale: scale,
+                        text_scale: scale,
                         v_scale: kv.ckv_scale,
                         bound: &bound,
                         scratch,

@@ -39,6 +39,7 @@ impl Values {
                 ParamType::I32Tensor => params.i32_tensor(name, &self.integers),
                 ParamType::PerHead => params.f32_tensor(name, &self.per_head),
                 ParamType::Bits => params.bits(name, &self.bytes, &self.indptr),
+                ParamType::Tensor(_) => params.f32_tensor(name, &self.numbers),
             };
         }
         if self.more { params.f32("unheard of", 0.0) } else { params }

@@ -297,3 +297,13 @@ fn fixed_split_is_batch_invariant_to_the_bit() {
         }
     });
 }
+
+/// A GPU's plan for 64 requests and more runs other blocks than one for fewer.
+#[test]
+fn matches_reference_for_many_requests() {
+    let mut case = Case::new(8, 2, 128, DType::BF16, variant::causal());
+    case.q_lens = vec![1; 70];
+    case.kv_lens = (0..70).map(|r| r * 29 % 180).collect();
+    (case.kv_lens[9], case.page_size) = (1500, 16);
+    check_case(&case, &Params::new());
+}

@@ -5,3 +5,4 @@ mod case;
 mod errors;
 mod graph;
 mod plans;
+mod text;
