@@ -1,0 +1,39 @@
+//! Define, implement, benchmark and deploy kernels.
+//!
+//! A [`Definition`](schema::Definition) says what is computed, a [`Solution`](schema::Solution) how, a
+//! [`Workload`](schema::Workload) on what, and a [`Trace`](schema::Trace) how that went. A [`TraceSet`] is a folder of them,
+//! in the files of FlashInfer-Trace.
+//!
+//! ```
+//! use fir_bench::schema::Definition;
+//!
+//! let definition = Definition::from_value(&serde_json::json!({
+//!     "name": "double_n4", "op_type": "example",
+//!     "axes": {"batch": {"type": "var"}, "n": {"type": "const", "value": 4}},
+//!     "inputs": {"x": {"shape": ["batch", "n"], "dtype": "float32"}},
+//!     "outputs": {"y": {"shape": ["batch", "n"], "dtype": "float32"}},
+//!     "reference": "def run(x):\n    return x * 2\n",
+//! }))?;
+//! assert_eq!(definition.axes_of(&[Some(&[3, 4])])?["batch"], 3);
+//! # Ok::<(), fir_bench::Error>(())
+//! ```
+//!
+//! | module | holds |
+//! |---|---|
+//! | [`schema`] | the nouns: strict to read, byte-stable to write |
+//! | [`traceset`] | a folder of them: queries, the best, merging |
+//! | [`score`] | rankings of solutions and authors |
+//! | [`array`], [`inputs`] | tensors, and how a workload gets them
+//! | [`validate`] | everything that is wrong or missing in a folder |
+#![deny(unsafe_code, clippy::print_stdout, clippy::print_stderr)]
+
+pub mod array;
+pub mod error;
+pub mod inputs;
+pub mod schema;
+pub mod score;
+pub mod traceset;
+pub mod validate;
+
+pub use crate::error::{Error, Result};
+pub use crate::traceset::TraceSet;
