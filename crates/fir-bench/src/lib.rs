@@ -24,16 +24,26 @@
 //! | [`traceset`] | a folder of them: queries, the best, merging |
 //! | [`score`] | rankings of solutions and authors |
 //! | [`array`], [`inputs`] | tensors, and how a workload gets them
+//! | [`benchmark`] | solutions on workloads: right first, then timed |
+//! | [`build`], [`ops`] | builders of solutions; the kernel library's operators as solutions |
+//! | [`synth`] | small workloads for definitions that have none |
+//! | [`worker`], [`evaluate`] | processes that run them; whether outputs are right |
 //! | [`validate`] | everything that is wrong or missing in a folder |
 #![deny(unsafe_code, clippy::print_stdout, clippy::print_stderr)]
 
 pub mod array;
+pub mod benchmark;
+pub mod build;
 pub mod error;
+pub mod evaluate;
 pub mod inputs;
+pub mod ops;
 pub mod schema;
 pub mod score;
+pub mod synth;
 pub mod traceset;
 pub mod validate;
+pub mod worker;
 
 pub use crate::error::{Error, Result};
 pub use crate::traceset::TraceSet;

@@ -1,7 +1,11 @@
 //! What tests share.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
+use fir_bench::TraceSet;
+use fir_bench::benchmark::{Config, Evaluating, Event};
 use fir_bench::schema::{Correctness, Environment, Evaluation, Performance, Status, Trace, Workload};
 use serde_json::{Value, json};
 
@@ -85,4 +89,35 @@ pub(crate) fn trace(solution: &str, workload: &Workload, status: Status, ms: f64
         status => Evaluation::failed(status, environment, String::new()).unwrap(),
     };
     Trace::new("scale_h8", workload, solution, &evaluation).unwrap()
+}
+
+/// A benchmark that takes little time; `None`, said, where there is no Python with torch.
+pub(crate) fn quick() -> Option<Config> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let given = std::env::var_os("FIR_PYTHON").map(PathBuf::from);
+    let made = root.join("target/torch/bin/python");
+    let Some(python) = given.or_else(|| made.exists().then_some(made)) else {
+        eprintln!("skipped: no Python with torch; FIR_PYTHON names one, `cargo xtask bench-cpu` makes one");
+        return None;
+    };
+    let mut config = Config::new(python, vec![env!("CARGO_BIN_EXE_fir-bench-worker").into()]);
+    config.evaluating = Evaluating {
+        warmup_runs: Some(1),
+        iterations: Some(4),
+        num_trials: Some(1),
+        sampling_draws: Some(512),
+        ..Evaluating::default()
+    };
+    config.timeout = Duration::from_secs(60);
+    Some(config)
+}
+
+/// Traces of a benchmark, by solution; workloads that were skipped fail the test.
+pub(crate) fn results(set: &mut TraceSet, config: &Config) -> BTreeMap<String, Trace> {
+    let traces = fir_bench::benchmark::run(set, config, &mut |event| {
+        if let Event::Skipped { definition, why, .. } = event {
+            panic!("{definition}: {why}");
+        }
+    });
+    traces.unwrap().into_iter().map(|t| (t.solution().unwrap().to_owned(), t)).collect()
 }
