@@ -28,9 +28,12 @@
 //! | [`build`], [`ops`] | builders of solutions; the kernel library's operators as solutions |
 //! | [`synth`] | small workloads for definitions that have none |
 //! | [`worker`], [`evaluate`] | processes that run them; whether outputs are right |
+//! | [`apply`] | the best solution for a call, by what was measured |
+//! | [`report`] | Markdown and HTML |
 //! | [`validate`] | everything that is wrong or missing in a folder |
 #![deny(unsafe_code, clippy::print_stdout, clippy::print_stderr)]
 
+pub mod apply;
 pub mod array;
 pub mod benchmark;
 pub mod build;
@@ -38,6 +41,7 @@ pub mod error;
 pub mod evaluate;
 pub mod inputs;
 pub mod ops;
+pub mod report;
 pub mod schema;
 pub mod score;
 pub mod synth;

@@ -15,6 +15,8 @@
 //!
 //! Plans are made from inputs that a workload gives and does not draw, before a call is timed.
 
+use std::sync::atomic::{AtomicU64, Ordering};
+
 use fir::attention::{BatchArgs, BatchPlan, MlaArgs, MlaPlan, MlaProblem, Problem, Scratch, Split};
 use fir::kv::{Kv, KvLayout, PagedMla, RaggedKv};
 use fir::moe::{FfnArgs, Gate, Groups, RouteArgs, Routing, Score, moe_ffn, route};
@@ -77,6 +79,8 @@ pub(crate) struct Operator {
     name: &'static str,
     params: Value,
     exec: Exec,
+    /// Calls of a sampler so far: each has numbers of its own.
+    calls: AtomicU64,
 }
 
 /// An operator ready for calls on tensors of one shape.
@@ -89,7 +93,6 @@ enum State {
     None,
     Attention { plan: BatchPlan, scratch: Scratch, kv: Held },
     Mla { plan: MlaPlan, scratch: Scratch, table: PageTable<'static> },
-    Calls(u64),
 }
 
 enum Held {
@@ -142,7 +145,7 @@ impl Operator {
         })?;
         let params =
             serde_json::from_str(params).map_err(|e| Error::refused("fir", format!("parameters of `{name}`: {e}")))?;
-        Ok(Self { name, params, exec: Exec::cpu()? })
+        Ok(Self { name, params, exec: Exec::cpu()?, calls: AtomicU64::new(0) })
     }
 
     /// Plans for inputs of these shapes; `known` are those whose numbers the plan may look at.
@@ -194,7 +197,6 @@ impl Operator {
                 let plan = MlaPlan::new(&self.exec, problem, &qo, table.lens(), Split::Balanced)?;
                 State::Mla { scratch: plan.scratch(), plan, table }
             }
-            "sample" => State::Calls(0),
             _ => State::None,
         };
         Ok(Prepared { operator: self, state })
@@ -279,10 +281,10 @@ impl Prepared<'_> {
                     k_out,
                 )?;
             }
-            ("sample", State::Calls(calls)) => {
+            ("sample", _) => {
                 let seed = self.operator.param("seed", 0.0) as u64;
-                let draw = Draw::new(RngState { seed, offset: *calls }, out);
-                *calls += 1;
+                let offset = self.operator.calls.fetch_add(1, Ordering::Relaxed);
+                let draw = Draw::new(RngState { seed, offset }, out);
                 sample(exec, &named, draw)?;
             }
             ("moe", _) => {

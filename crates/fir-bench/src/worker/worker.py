@@ -60,14 +60,19 @@ def load(spec, device):
     return flat.view(_BITS[size]).reshape(shape).clone().to(device).view(dtype)
 
 
-def placed(base, spec, roll):
-    """A copy of an input at a new place, moved around if it is random."""
-    if not isinstance(base, torch.Tensor):
-        return base
-    if not spec.get("random") or base.numel() == 0 or roll == [0, 0]:
-        return base.clone()
-    shifts, axes = (roll[1:], (-1,)) if base.dim() == 1 else (roll, (0, -1)) if base.dim() else ([], ())
-    return _roll(bits(base), tuple(shifts), axes).view(base.dtype) if axes else base.clone()
+def place(base, spec, roll, to):
+    """Copies an input to its place, moved around if it is random."""
+    if not isinstance(base, torch.Tensor) or base.numel() == 0:
+        return
+    if spec.get("random") and roll != [0, 0] and base.dim():
+        shifts, axes = (roll[1:], (-1,)) if base.dim() == 1 else (roll, (0, -1))
+        bits(to).copy_(_roll(bits(base), tuple(shifts), axes))
+    else:
+        bits(to).copy_(bits(base))
+
+
+def copies(bases):
+    return [b.clone() if isinstance(b, torch.Tensor) else b for b in bases]
 
 
 def store(tensors, files):
@@ -241,8 +246,10 @@ class Worker:
     def run(self, q):
         self.specs, self.launch = q["outputs"], q.get("launch")
         bases = [load(s, self.device) for s in q["inputs"]]
-        args = [placed(b, s, q["roll"]) for b, s in zip(bases, q["inputs"])]
-        originals = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
+        args = copies(bases)
+        for b, spec, to in zip(bases, q["inputs"], args):
+            place(b, spec, q["roll"], to)
+        originals = copies(args)
         fn, outs = self.planned(bases, q["inputs"]), self.outputs(q) if self.style == "destination" else []
         self.sync()
         begin = _clock()
@@ -260,11 +267,15 @@ class Worker:
         fn = self.planned(bases, q["inputs"])
         cold = _empty(max(q["cold"], 1), dtype=torch.uint8, device=self.device)
         times, kept, edited, late, leaks = [], [], set(), False, []
+        # Two places, used in turn: what was remembered by address is of other numbers.
+        places = [copies(bases), copies(bases)]
         for i, roll in enumerate(q["rolls"]):
-            args = [placed(b, s, roll) for b, s in zip(bases, q["inputs"])]
+            args = list(places[i % 2])
+            for b, spec, to in zip(bases, q["inputs"], args):
+                place(b, spec, roll, to)
             outs = self.outputs(q) if self.style == "destination" else []
             keep = i in q["keep"]
-            originals = [a.clone() if isinstance(a, torch.Tensor) else a for a in args] if keep else []
+            originals = copies(args) if keep else []
             cold.fill_(i & 127)
             if on_gpu:
                 begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -78,7 +78,7 @@ fn trace(name: &str) -> Option<&'static Trace> {
     let traces = TRACES.get_or_init(|| {
         let mut config = support::quick()?;
         config.timeout = Duration::from_secs(4);
-        config.memory = 4 << 30;
+        config.memory = 1 << 30;
         let mut set = TraceSet::new(support::folder("cheats"));
         set.add_definition(Definition::from_value(&support::definition()).unwrap()).unwrap();
         set.add_trace(Trace::of_workload("scale_h8", &workload(64, "w")).unwrap()).unwrap();
@@ -165,7 +165,7 @@ fn replacing_the_clock_changes_nothing() {
 #[test]
 fn limits_of_time_and_memory_hold() {
     ends("never_ends", Status::Timeout, "took more than 4s");
-    ends("takes_all_memory", Status::RuntimeError, "MiB of memory, more than 4096");
+    ends("takes_all_memory", Status::RuntimeError, "MiB of memory, more than 1024");
 }
 
 #[test]

@@ -1,5 +1,6 @@
 //! Tests of the crate's files, workers and benchmark.
 
+mod apply;
 mod benchmark;
 mod builders;
 mod cheats;

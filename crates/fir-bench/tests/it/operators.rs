@@ -11,7 +11,7 @@ use fir_bench::synth::synthesize;
 use crate::support;
 
 /// Definitions that are benchmarked in every run; `FIR_BENCH_ALL=1` takes all that fit in memory.
-const USUAL: [&str; 14] = [
+const USUAL: [&str; 13] = [
     "gemm_n128_k2048",
     "gqa_paged_decode_h32_kv8_d128_ps1",
     "gqa_paged_decode_h32_kv4_d128_ps64",
@@ -25,7 +25,6 @@ const USUAL: [&str; 14] = [
     "rope_with_cos_sin_cache_neox_style_d128_rd64",
     "top_k_top_p_sampling_from_probs_v128256",
     "top_p_sampling_from_probs_v128256",
-    "top_k_sampling_from_probs_v128256",
 ];
 
 #[test]
