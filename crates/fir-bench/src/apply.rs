@@ -259,8 +259,11 @@ pub struct Op<F: ?Sized> {
     fallback: Box<F>,
     solutions: Vec<(String, Box<F>)>,
     /// Choices made under one generation of the stack: index of a solution, or the fallback.
-    made: Mutex<(u64, HashMap<Vec<u64>, Option<usize>>)>,
+    made: Mutex<Made>,
 }
+
+/// A generation, and what was chosen in it by the axes' values.
+type Made = (u64, HashMap<Vec<u64>, Option<usize>>);
 
 impl<F: ?Sized> std::fmt::Debug for Op<F> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {

@@ -227,23 +227,27 @@ impl Prepared<'_> {
         let count = outs.len();
         let wrong = || Error::refused("fir", format!("{count} outputs for `{}`", self.operator.name));
         let (first, rest) = outs.split_first_mut().ok_or_else(wrong)?;
-        let out = first.view_mut()?;
         match (self.operator.name, &mut self.state) {
             ("rms_norm", _) => {
                 let eps = self.operator.param("eps", 1e-6) as f32;
-                norm::rms_norm(exec, named.get("hidden_states")?.view()?, named.get("weight")?.view()?, eps, out)?;
+                norm::rms_norm(
+                    exec,
+                    named.get("hidden_states")?.view()?,
+                    named.get("weight")?.view()?,
+                    eps,
+                    first.view_mut()?,
+                )?;
             }
             ("fused_add_rms_norm", _) => {
                 // The operator works in place and the definition does not: `out` begins as the hidden states, and the
                 // sum, which the definition does not return, goes to a copy of the residual.
                 let eps = self.operator.param("eps", 1e-6) as f32;
                 let mut residual = named.get("residual")?.clone();
-                drop(out);
                 first.bytes_mut().copy_from_slice(named.get("hidden_states")?.bytes());
                 let weight = named.get("weight")?.view()?;
                 norm::fused_add_rms_norm(exec, first.view_mut()?, residual.view_mut()?, weight, eps)?;
             }
-            ("gemm", _) => gemm::gemm(exec, named.get("A")?.view()?, named.get("B")?.view()?, out)?,
+            ("gemm", _) => gemm::gemm(exec, named.get("A")?.view()?, named.get("B")?.view()?, first.view_mut()?)?,
             ("attention", State::Attention { plan, scratch, kv }) => {
                 let kv = match kv {
                     Held::Paged(table) => {
@@ -257,14 +261,17 @@ impl Prepared<'_> {
                 let lse = rest.first_mut().map(|lse| lse.view_mut()).transpose()?;
                 let sm_scale = Some(named.number("sm_scale")?);
                 let q = named.get("q")?.view()?;
-                plan.run(exec, BatchArgs { q, kv, params: &Params::new(), sm_scale, scratch, out, lse })?;
+                plan.run(
+                    exec,
+                    BatchArgs { q, kv, params: &Params::new(), sm_scale, scratch, out: first.view_mut()?, lse },
+                )?;
             }
             ("mla", State::Mla { plan, scratch, table }) => {
                 let kv = PagedMla::new(named.get("ckv_cache")?.view()?, named.get("kpe_cache")?.view()?)?;
                 let (q_nope, q_pe) = (named.get("q_nope")?.view()?, named.get("q_pe")?.view()?);
                 let lse = rest.first_mut().map(|lse| lse.view_mut()).transpose()?;
                 let sm_scale = named.number("sm_scale")?;
-                plan.run(exec, MlaArgs { q_nope, q_pe, kv, table, sm_scale, scratch, out, lse })?;
+                plan.run(exec, MlaArgs { q_nope, q_pe, kv, table, sm_scale, scratch, out: first.view_mut()?, lse })?;
             }
             ("rope", _) => {
                 let k_out = rest.first_mut().ok_or_else(wrong)?.view_mut()?;
@@ -277,18 +284,17 @@ impl Prepared<'_> {
                     named.get("k")?.view()?,
                     positions,
                     angles,
-                    out,
+                    first.view_mut()?,
                     k_out,
                 )?;
             }
             ("sample", _) => {
                 let seed = self.operator.param("seed", 0.0) as u64;
                 let offset = self.operator.calls.fetch_add(1, Ordering::Relaxed);
-                let draw = Draw::new(RngState { seed, offset }, out);
+                let draw = Draw::new(RngState { seed, offset }, first.view_mut()?);
                 sample(exec, &named, draw)?;
             }
             ("moe", _) => {
-                drop(out);
                 moe(exec, &self.operator.params, &named, first)?;
             }
             _ => return Err(wrong()),

@@ -186,7 +186,7 @@ impl Native {
         let (mut times, mut kept, mut touched, mut late) = (Vec::new(), Vec::new(), Vec::<String>::new(), false);
         // Two places for inputs and outputs, used in turn.
         let mut places: Vec<Vec<Array>> = vec![bases.iter().map(|b| b.array.clone()).collect(); 2];
-        let mut outputs = vec![poisoned(specs)?, poisoned(specs)?];
+        let mut outputs = [poisoned(specs)?, poisoned(specs)?];
         for (i, roll) in list(q, "rolls")?.iter().enumerate() {
             let (args, outs) = (&mut places[i % 2], &mut outputs[i % 2]);
             place(&bases, roll_of(roll), args);
