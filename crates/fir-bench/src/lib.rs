@@ -29,6 +29,7 @@
 //! | [`synth`] | small workloads for definitions that have none |
 //! | [`worker`], [`evaluate`] | processes that run them; whether outputs are right |
 //! | [`apply`] | the best solution for a call, by what was measured |
+//! | [`record`], [`profile`] | workloads of a running program; profilers on one call |
 //! | [`report`] | Markdown and HTML |
 //! | [`validate`] | everything that is wrong or missing in a folder |
 #![deny(unsafe_code, clippy::print_stdout, clippy::print_stderr)]
@@ -41,6 +42,8 @@ pub mod error;
 pub mod evaluate;
 pub mod inputs;
 pub mod ops;
+pub mod profile;
+pub mod record;
 pub mod report;
 pub mod schema;
 pub mod score;

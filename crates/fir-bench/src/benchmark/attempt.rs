@@ -149,7 +149,7 @@ impl Bench<'_> {
             })
             .collect::<Result<_>>()
             .map_err(broken)?;
-        let specs = self.write(&tiled).map_err(broken)?;
+        let specs = self.session.write(&tiled).map_err(broken)?;
         let file = self.session.file("out");
         let dtype = job.definition.outputs()[0].1.dtype;
         let question = json!({

@@ -29,7 +29,7 @@ use crate::array::Array;
 use crate::build::{self, AxisFacts, Caller};
 use crate::error::{Error, Result};
 use crate::inputs::{Ready, Rng, make_inputs};
-use crate::schema::{DType, Definition, Environment, Solution, Status, Trace, Workload};
+use crate::schema::{Definition, Environment, Solution, Status, Trace, Workload};
 use crate::traceset::TraceSet;
 use crate::worker::{Ended, Limits, Python, Session, Worker};
 
@@ -297,7 +297,7 @@ impl Bench<'_> {
             (0..calls).map(|_| [u64::from(rng.bits() >> 8), u64::from(rng.bits() >> 8)]).collect();
         // Not one of the first two calls, where there are more: by then every place of the inputs was used before.
         let keep = (job.plan.warmup + rng.integer(0, job.plan.iterations as i64) as usize).max(2).min(calls - 1);
-        let specs = self.write(&inputs)?;
+        let specs = self.session.write(&inputs)?;
         let mut trial =
             Trial { inputs, specs, rolls, keep, want: Default::default(), reference_ms: 0.0, edited: HashSet::new() };
         let done = self.refer(job, &mut trial, reference);
@@ -306,29 +306,6 @@ impl Bench<'_> {
             *reference = None;
         }
         done.map(|()| trial)
-    }
-
-    /// Writes inputs to files; what a request says of them.
-    fn write(&self, inputs: &[Ready]) -> Result<Value> {
-        let one = |input: &Ready| {
-            let array = &input.array;
-            let mut spec = json!({
-                "name": input.name, "dtype": array.dtype().name(), "shape": array.shape(), "random": input.random,
-            });
-            if input.scalar {
-                spec["value"] = match array.dtype() {
-                    DType::Bool => json!(array.integer(0) != 0),
-                    d if d.is_integer() => json!(array.integer(0)),
-                    _ => json!(array.get(0)),
-                };
-            } else {
-                let file = self.session.file("bin");
-                fs::write(&file, array.bytes()).map_err(Error::io(&file))?;
-                spec["file"] = json!(file);
-            }
-            Ok(spec)
-        };
-        Ok(Value::Array(inputs.iter().map(one).collect::<Result<_>>()?))
     }
 
     fn forget(&self, trial: &Trial) {

@@ -29,3 +29,4 @@ pub use self::{
     workload::{Input, Scalar, Workload},
 };
 pub(crate) use read::parse;
+pub(crate) use workload::fresh_uuid;

@@ -20,6 +20,8 @@ use serde_json::{Value, json};
 
 pub use self::native::serve_native;
 use crate::error::{Error, Result};
+use crate::inputs::Ready;
+use crate::schema::DType;
 
 const WORKER: &str = include_str!("worker.py");
 /// How often a waiting benchmark looks at its worker's memory.
@@ -50,12 +52,42 @@ impl Session {
     pub(crate) fn file(&self, extension: &str) -> PathBuf {
         self.folder.join(format!("{}.{extension}", self.next.fetch_add(1, Ordering::Relaxed)))
     }
+
+    /// Writes inputs to files; what a request says of them.
+    pub(crate) fn write(&self, inputs: &[Ready]) -> Result<Value> {
+        let one = |input: &Ready| {
+            let array = &input.array;
+            let mut spec = json!({
+                "name": input.name, "dtype": array.dtype().name(), "shape": array.shape(), "random": input.random,
+            });
+            if input.scalar {
+                spec["value"] = match array.dtype() {
+                    DType::Bool => json!(array.integer(0) != 0),
+                    d if d.is_integer() => json!(array.integer(0)),
+                    _ => json!(array.get(0)),
+                };
+            } else {
+                let file = self.file("bin");
+                fs::write(&file, array.bytes()).map_err(Error::io(&file))?;
+                spec["file"] = json!(file);
+            }
+            Ok(spec)
+        };
+        Ok(Value::Array(inputs.iter().map(one).collect::<Result<_>>()?))
+    }
 }
 
 impl Drop for Session {
     fn drop(&mut self) {
         let _ = fs::remove_dir_all(&self.folder);
     }
+}
+
+/// Writes the workers' program.
+pub(crate) fn script(session: &Session) -> Result<PathBuf> {
+    let script = session.folder.join("worker.py");
+    fs::write(&script, WORKER).map_err(Error::io(&script))?;
+    Ok(script)
 }
 
 /// The process that has imported torch and forks workers.
@@ -70,8 +102,7 @@ pub(crate) struct Python {
 impl Python {
     /// Starts `python` and waits until torch is there.
     pub(crate) fn start(python: &Path, session: &Session) -> Result<Self> {
-        let script = session.folder.join("worker.py");
-        fs::write(&script, WORKER).map_err(Error::io(&script))?;
+        let script = script(session)?;
         let shown = python.display().to_string();
         let fail = |why: String| Error::Worker { worker: python.display().to_string(), why };
         let errors = session.folder.join("python.err");
