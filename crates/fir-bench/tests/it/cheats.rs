@@ -188,3 +188,33 @@ fn what_does_not_build_is_a_compile_error() {
     ends("has_no_entry", Status::CompileError, "main.py has no function `run`");
     ends("imports_nothing", Status::CompileError, "no_such_module");
 }
+
+/// On a GPU, which `FIR_BENCH_DEVICE` names: `cuda:0`.
+#[test]
+fn leaving_a_stream_running_is_a_runtime_error() {
+    let Some(mut config) = support::quick() else { return };
+    let Ok(device) = std::env::var("FIR_BENCH_DEVICE") else {
+        return eprintln!("skipped: FIR_BENCH_DEVICE names no GPU");
+    };
+    config.device = device;
+    // Some 2 ms of work that the call does not wait for.
+    let leaks = "import torch\nside = torch.cuda.Stream()\ndef run(x, factor):\n    y = torch.empty_like(x)\n    \
+        side.wait_stream(torch.cuda.current_stream())\n    with torch.cuda.stream(side):\n        \
+        torch.cuda._sleep(4_000_000)\n        torch.mul(x, factor, out=y)\n    return y\n";
+    let mut set = TraceSet::new(support::folder("streams"));
+    set.add_definition(Definition::from_value(&support::definition()).unwrap()).unwrap();
+    set.add_trace(Trace::of_workload("scale_h8", &workload(64, "w")).unwrap()).unwrap();
+    let (honest, cached) = ("def run(x, factor):\n    return x * factor\n", CODE[2].2);
+    for (name, code) in [("leaks", leaks), ("honest", honest), ("cached", cached)] {
+        set.add_solution(Solution::from_value(&python(name, "test", code)).unwrap()).unwrap();
+    }
+    let results = support::results(&mut set, &config);
+    for (name, status) in
+        [("leaks", Status::RuntimeError), ("honest", Status::Passed), ("cached", Status::IncorrectNumerical)]
+    {
+        let evaluation = results[name].evaluation().unwrap();
+        eprintln!("{name}: {} {}", evaluation.status().name(), evaluation.log());
+        assert_eq!(evaluation.status(), status, "{name}: {}", evaluation.log());
+    }
+    assert!(results["leaks"].evaluation().unwrap().log().contains("another stream was left running"));
+}

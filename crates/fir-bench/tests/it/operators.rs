@@ -137,3 +137,59 @@ fn mixtures_of_experts_pass_at_a_smaller_size() {
         assert_eq!(e.status(), Status::Passed, "{name}: {:?} {}", e.correctness(), e.log());
     }
 }
+
+/// Definitions whose references are run in every test; `FIR_BENCH_ALL=1` takes all that fit in memory.
+const REFERENCES: [&str; 6] = [
+    "gdn_decode_qk4_v8_d128_k_last",
+    "gdn_prefill_qk4_v8_d128_k_last",
+    "gdn_mtp_qk8_v16_d128_k_last",
+    "mamba_ssu_decode_h64_d64_s128_ng4",
+    "mla_ragged_prefill_causal_h8_qk192_vo128",
+    "dsa_sparse_attention_h16_ckv512_kpe64_topk2048_ps64",
+];
+
+#[test]
+fn references_of_real_definitions_run_and_agree_with_themselves() {
+    let (Some(data), Some(mut config)) = (support::real_data(), support::quick()) else { return };
+    let all = std::env::var_os("FIR_BENCH_ALL").is_some();
+    config.profile_baseline = false;
+    (config.evaluating.warmup_runs, config.evaluating.iterations) = (Some(0), Some(1));
+    let from = TraceSet::load(&data).unwrap();
+    let mut set = TraceSet::new(support::folder("references"));
+    for definition in from.definitions().filter(|d| all || REFERENCES.contains(&d.name())) {
+        // Samplers do not agree with themselves.
+        if definition.op_type() == "sampling" {
+            continue;
+        }
+        let workload = synthesize(set.root(), definition, 3).unwrap();
+        let bytes = |(_, spec): &(String, fir_bench::schema::TensorSpec)| {
+            definition.shape(spec, workload.axes()).unwrap().iter().product::<usize>() * spec.dtype.bytes()
+        };
+        let total = definition.inputs().iter().map(bytes).sum::<usize>();
+        if total > 700 << 20 {
+            eprintln!("skipped: {} has {} MiB of inputs", definition.name(), total >> 20);
+            continue;
+        }
+        let mut value: serde_json::Value =
+            serde_json::from_str(fir_bench::benchmark::reference_solution(definition).unwrap().to_json()).unwrap();
+        value["name"] = format!("again_{}", definition.name()).into();
+        set.add_definition(definition.clone()).unwrap();
+        set.add_solution(fir_bench::schema::Solution::from_value(&value).unwrap()).unwrap();
+        set.add_trace(Trace::of_workload(definition.name(), &workload).unwrap()).unwrap();
+    }
+    let count = set.definitions().count();
+    let mut faults = Vec::new();
+    let traces = run(&mut set, &config, &mut |event| match event {
+        Event::Skipped { definition, why, .. } => faults.push(format!("{definition}: skipped: {why}")),
+        Event::Done { trace, .. } => {
+            let e = trace.evaluation().unwrap();
+            if e.status() != Status::Passed {
+                faults.push(format!("{}: {} {:?} {}", trace.definition(), e.status().name(), e.correctness(), e.log()));
+            }
+        }
+        _ => {}
+    });
+    assert!(faults.is_empty(), "{}", faults.join("\n\n"));
+    eprintln!("{count} references ran");
+    assert_eq!(traces.unwrap().len(), count);
+}
