@@ -1,6 +1,6 @@
 //! The command line of fir: `fir generate` answers a prompt, `fir chat` talks, `fir serve` serves a model, `fir bench serve`
 //! measures that, `fir pull` fetches a model, `fir demo` shows the library at work in a terminal, `fir tune` fits it to a
-//! machine, `fir jit` compiles kernels ahead of their first use.
+//! machine, `fir jit` compiles kernels ahead of their first use, `fir trace` benchmarks kernels.
 #![forbid(unsafe_code)]
 
 mod cmd;
@@ -37,6 +37,8 @@ enum Command {
     Pull(cmd::pull::Options),
     /// Serves a model to OpenAI's clients
     Serve(cmd::serve::Options),
+    /// Benchmarks kernels: definitions, solutions, workloads and traces in FlashInfer-Trace's files
+    Trace(cmd::trace::Options),
     /// Measures the kernels' block sizes on this machine and saves them
     Tune(cmd::tune::Options),
 }
@@ -61,6 +63,7 @@ fn main() -> anyhow::Result<ExitCode> {
         Command::Jit(options) => cmd::jit::run(&options, &mut stdout()),
         Command::Pull(options) => cmd::pull::run(&options, &mut stdout().lock()),
         Command::Serve(options) => cmd::serve::run(&options, &mut stdout()),
+        Command::Trace(options) => cmd::trace::run(&options, &mut stdout()),
         Command::Tune(options) => cmd::tune::run(&options, &mut stdout().lock()),
     };
     match done {

@@ -1,5 +1,6 @@
 //! `fir._fir`: the library as a Python extension. The rest of the package is Python, in `python/fir`.
 
+mod bench;
 mod error;
 mod ops;
 mod plan;
@@ -15,5 +16,6 @@ fn _fir(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     variant::register(module)?;
     plan::register(module)?;
+    bench::register(module)?;
     ops::register(module)
 }

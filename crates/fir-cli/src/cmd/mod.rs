@@ -9,4 +9,5 @@ pub(crate) mod jit;
 pub(crate) mod pull;
 pub(crate) mod serve;
 mod settings;
+pub(crate) mod trace;
 pub(crate) mod tune;

@@ -1,0 +1,318 @@
+//! `apply`: the best solution for a call, by what was measured.
+//!
+//! A [`Table`] is made of a trace set: for every definition and every shape that was measured on this hardware, the fastest
+//! solution within the tolerances. While one is [enabled](enable), an [`Op`] asks it which of the implementations it knows to
+//! run, and falls back to the one it was made with.
+//!
+//! ```
+//! use fir_bench::apply::Op;
+//!
+//! type Scale = dyn Fn(&[f32], f32) -> Vec<f32> + Send + Sync;
+//! let op = Op::<Scale>::new("scale", Box::new(|x, f| x.iter().map(|x| x * f).collect()))
+//!     .solution("scale_unrolled", Box::new(|x, f| x.iter().map(|x| f * x).collect()));
+//! // Nothing is enabled: the first one runs.
+//! assert_eq!(op.pick(&[2])(&[1.0, 2.0], 3.0), [3.0, 6.0]);
+//! ```
+//!
+//! | policy | what it says |
+//! |---|---|
+//! | tolerance | 1e-2 absolute and relative, as the benchmark's own; upstream's 1e-5 leaves out nearly all of bf16 |
+//! | hardware | only traces of the device's own name count |
+//! | a size that was not measured | [`Miss`]: the fallback, the nearest measured size, or the definition's best |
+//!
+//! Sizes are near by the sum over axes of `|log2(a / b)|`: twice as large is as far as half as large.
+
+use std::collections::{BTreeMap, HashMap};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, Once, PoisonError, RwLock};
+
+use crate::error::Result;
+use crate::schema::Definition;
+use crate::traceset::{TOLERANCE, TraceSet};
+
+/// What is run for a size that was not measured.
+#[derive(Clone, Copy, Debug, PartialEq, Default)]
+pub enum Miss {
+    /// The caller's own.
+    #[default]
+    Fallback,
+    /// What was best at the nearest size, if that is within this many doublings, all axes together.
+    Nearest(f64),
+    /// What was best at most sizes.
+    Best,
+}
+
+/// What counts, and what is done when nothing does.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Policy {
+    /// Largest absolute error of a trace that counts.
+    pub atol: f64,
+    /// Largest relative error of a trace that counts; infinite by default, as small numbers have large ones.
+    pub rtol: f64,
+    /// Device that traces must be of; any when `None`.
+    pub hardware: Option<String>,
+    /// What is run for a size that was not measured.
+    pub miss: Miss,
+}
+
+impl Default for Policy {
+    fn default() -> Self {
+        Self { atol: TOLERANCE, rtol: f64::INFINITY, hardware: None, miss: Miss::Fallback }
+    }
+}
+
+/// The best solutions of one definition.
+#[derive(Clone, Debug, PartialEq)]
+struct Entry {
+    /// Names of the variable axes: a key has their values in this order.
+    axes: Vec<String>,
+    by_key: HashMap<Vec<u64>, String>,
+    best: String,
+}
+
+/// The best solution for every definition and size that was measured.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Table {
+    entries: HashMap<String, Entry>,
+    miss: Miss,
+}
+
+/// Why a solution was chosen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Choice<'a> {
+    /// It was best at this size.
+    Exact(&'a str),
+    /// It was best at the nearest size.
+    Nearest(&'a str),
+    /// It was best at most sizes.
+    Best(&'a str),
+}
+
+impl<'a> Choice<'a> {
+    /// The solution's name.
+    pub fn solution(self) -> &'a str {
+        match self {
+            Self::Exact(s) | Self::Nearest(s) | Self::Best(s) => s,
+        }
+    }
+}
+
+impl Table {
+    /// The table of a trace set under a policy.
+    pub fn new(set: &TraceSet, policy: &Policy) -> Self {
+        let mut entries = HashMap::new();
+        for definition in set.definitions() {
+            let mut found: HashMap<Vec<u64>, (f64, String)> = HashMap::new();
+            for trace in set.passed_within(definition.name(), policy.atol, policy.rtol) {
+                let here = trace.evaluation().map(|e| e.environment().hardware.as_str());
+                let (Some(solution), Some((_, times))) = (trace.solution(), trace.passed()) else { continue };
+                if policy.hardware.as_deref().is_some_and(|want| here != Some(want)) {
+                    continue;
+                }
+                let key = key_of(definition, trace.workload().axes());
+                // Latencies of one machine compare; speed-ups do, only if the reference took as long every time.
+                let best = found.entry(key).or_insert((f64::INFINITY, String::new()));
+                if times.latency_ms < best.0 {
+                    *best = (times.latency_ms, solution.to_owned());
+                }
+            }
+            let mut wins: BTreeMap<&str, usize> = BTreeMap::new();
+            found.values().for_each(|(_, solution)| *wins.entry(solution).or_default() += 1);
+            let most = wins.values().max().copied();
+            let Some(best) = wins.iter().find(|(_, n)| Some(**n) == most).map(|(s, _)| (*s).to_owned()) else {
+                continue;
+            };
+            let axes = definition.var_axes().map(str::to_owned).collect();
+            let by_key = found.into_iter().map(|(key, (_, solution))| (key, solution)).collect();
+            entries.insert(definition.name().to_owned(), Entry { axes, by_key, best });
+        }
+        Self { entries, miss: policy.miss }
+    }
+
+    /// The solution for a definition with these values of its variable axes, in order; `None` for the caller's own.
+    pub fn choose(&self, definition: &str, axes: &[u64]) -> Option<Choice<'_>> {
+        let entry = self.entries.get(definition)?;
+        if let Some(solution) = entry.by_key.get(axes) {
+            return Some(Choice::Exact(solution));
+        }
+        match self.miss {
+            Miss::Fallback => None,
+            Miss::Best => Some(Choice::Best(&entry.best)),
+            Miss::Nearest(within) => {
+                let far = |key: &[u64]| -> f64 {
+                    key.iter().zip(axes).map(|(a, b)| (*a.max(&1) as f64 / *b.max(&1) as f64).log2().abs()).sum()
+                };
+                let same = |key: &&Vec<u64>| key.len() == axes.len();
+                // Of equally near sizes the smaller, so that the answer does not depend on the map's order.
+                let nearest =
+                    entry.by_key.keys().filter(same).min_by(|a, b| far(a).total_cmp(&far(b)).then_with(|| a.cmp(b)))?;
+                (far(nearest) <= within).then(|| Choice::Nearest(&entry.by_key[nearest]))
+            }
+        }
+    }
+
+    /// Names of the axes whose values [`Self::choose`] takes.
+    pub fn axes(&self, definition: &str) -> Option<&[String]> {
+        self.entries.get(definition).map(|e| e.axes.as_slice())
+    }
+
+    /// How many definitions and sizes it has.
+    pub fn len(&self) -> (usize, usize) {
+        (self.entries.len(), self.entries.values().map(|e| e.by_key.len()).sum())
+    }
+
+    /// Whether it has none.
+    pub fn is_empty(&self) -> bool {
+        self.entries.is_empty()
+    }
+}
+
+/// Values of the variable axes in the definition's order.
+fn key_of(definition: &Definition, axes: &BTreeMap<String, u64>) -> Vec<u64> {
+    definition.var_axes().map(|name| axes.get(name).copied().unwrap_or(0)).collect()
+}
+
+/// Tables that are enabled, the last one on top.
+static STACK: RwLock<Vec<(u64, Arc<Table>)>> = RwLock::new(Vec::new());
+/// Whether there is one: all that a call looks at when there is none.
+static ON: AtomicBool = AtomicBool::new(false);
+/// Changes with the stack.
+static GENERATION: AtomicU64 = AtomicU64::new(0);
+static ENVIRONMENT: Once = Once::new();
+
+/// A table that is enabled as long as this lives.
+#[derive(Debug)]
+#[must_use = "dropping it disables the table"]
+pub struct Enabled(u64);
+
+impl Drop for Enabled {
+    fn drop(&mut self) {
+        change(|stack| stack.retain(|(id, _)| *id != self.0));
+    }
+}
+
+fn change(with: impl FnOnce(&mut Vec<(u64, Arc<Table>)>)) -> u64 {
+    let mut stack = STACK.write().unwrap_or_else(PoisonError::into_inner);
+    let generation = GENERATION.load(Ordering::Relaxed) + 1;
+    with(&mut stack);
+    ON.store(!stack.is_empty(), Ordering::Release);
+    GENERATION.store(generation, Ordering::Release);
+    generation
+}
+
+/// Enables a table for the whole process, over those that are enabled already.
+pub fn enable(table: Table) -> Enabled {
+    from_environment();
+    let mut id = 0;
+    change(|stack| {
+        id = GENERATION.load(Ordering::Relaxed) + 1;
+        stack.push((id, Arc::new(table)));
+    });
+    Enabled(id)
+}
+
+/// Disables every table.
+pub fn disable_all() {
+    from_environment();
+    change(Vec::clear);
+}
+
+/// With `FIB_ENABLE_APPLY=1`, the table of `FIB_DATASET_PATH` is enabled when the first call asks.
+fn from_environment() {
+    ENVIRONMENT.call_once(|| {
+        if std::env::var("FIB_ENABLE_APPLY").is_ok_and(|v| v == "1")
+            && let Ok(set) = TraceSet::load(dataset_folder())
+        {
+            let table = Table::new(&set, &Policy::default());
+            change(|stack| stack.push((0, Arc::new(table))));
+        }
+    });
+}
+
+/// Where trace sets are by default: `FIB_DATASET_PATH`, or upstream's folder in the user's cache.
+pub fn dataset_folder() -> PathBuf {
+    let given = std::env::var_os("FIB_DATASET_PATH").map(PathBuf::from);
+    given.unwrap_or_else(|| {
+        let home = std::env::var_os("HOME").map(PathBuf::from).unwrap_or_default();
+        home.join(".cache/flashinfer_bench/dataset")
+    })
+}
+
+/// The table on top.
+pub fn current() -> Option<Arc<Table>> {
+    from_environment();
+    if !ON.load(Ordering::Acquire) {
+        return None;
+    }
+    STACK.read().unwrap_or_else(PoisonError::into_inner).last().map(|(_, table)| table.clone())
+}
+
+/// The solution for a call, by the table on top.
+pub fn choose(definition: &str, axes: &[u64]) -> Result<Option<String>> {
+    Ok(current().and_then(|table| table.choose(definition, axes).map(|c| c.solution().to_owned())))
+}
+
+/// An operation with its implementations, of which the table chooses.
+pub struct Op<F: ?Sized> {
+    definition: String,
+    fallback: Box<F>,
+    solutions: Vec<(String, Box<F>)>,
+    /// Choices made under one generation of the stack: index of a solution, or the fallback.
+    made: Mutex<Made>,
+}
+
+/// A generation, and what was chosen in it by the axes' values.
+type Made = (u64, HashMap<Vec<u64>, Option<usize>>);
+
+impl<F: ?Sized> std::fmt::Debug for Op<F> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let names: Vec<&str> = self.solutions.iter().map(|(name, _)| name.as_str()).collect();
+        write!(f, "Op({}, {names:?})", self.definition)
+    }
+}
+
+impl<F: ?Sized> Op<F> {
+    /// An implementation of `definition`, for when nothing better is known.
+    pub fn new(definition: impl Into<String>, fallback: Box<F>) -> Self {
+        Self { definition: definition.into(), fallback, solutions: Vec::new(), made: Mutex::new((0, HashMap::new())) }
+    }
+
+    /// Adds the implementation that is the solution of this name.
+    #[must_use]
+    pub fn solution(mut self, name: impl Into<String>, implementation: Box<F>) -> Self {
+        self.solutions.push((name.into(), implementation));
+        self
+    }
+
+    /// The implementation for these values of the definition's variable axes, in order.
+    ///
+    /// A load of one flag when nothing is enabled; a lookup in a map when something is.
+    pub fn pick(&self, axes: &[u64]) -> &F {
+        if !ON.load(Ordering::Acquire) && ENVIRONMENT.is_completed() {
+            return &self.fallback;
+        }
+        self.chosen(axes)
+    }
+
+    #[cold]
+    fn chosen(&self, axes: &[u64]) -> &F {
+        from_environment();
+        let generation = GENERATION.load(Ordering::Acquire);
+        let mut made = self.made.lock().unwrap_or_else(PoisonError::into_inner);
+        if made.0 != generation {
+            *made = (generation, HashMap::new());
+        }
+        let index = match made.1.get(axes) {
+            Some(index) => *index,
+            None => {
+                let table = current();
+                let choice = table.as_ref().and_then(|t| t.choose(&self.definition, axes));
+                let index = choice.and_then(|c| self.solutions.iter().position(|(name, _)| name == c.solution()));
+                made.1.insert(axes.to_vec(), index);
+                index
+            }
+        };
+        index.map_or(&self.fallback, |i| &self.solutions[i].1)
+    }
+}

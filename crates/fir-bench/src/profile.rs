@@ -1,0 +1,87 @@
+//! Profilers on one call of a solution: `ncu` and `compute-sanitizer`.
+
+use std::ffi::OsString;
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use serde_json::json;
+
+use crate::build::{self, AxisFacts, Caller};
+use crate::error::{Error, Result};
+use crate::inputs::{Rng, make_inputs};
+use crate::schema::{Definition, Solution, Workload};
+use crate::worker::{Session, script};
+
+/// A profiler, with its own arguments.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Tool {
+    /// Nsight Compute: `ncu --set detailed` and these.
+    Ncu(Vec<String>),
+    /// NVIDIA's sanitizer with one of its tools: `memcheck`, `racecheck`, `initcheck` or `synccheck`.
+    Sanitizer(String),
+    /// Any other command that takes a command to run.
+    Command(Vec<String>),
+}
+
+impl Tool {
+    fn words(&self) -> Result<Vec<OsString>> {
+        let words = |list: &[&str]| list.iter().map(OsString::from).collect::<Vec<_>>();
+        Ok(match self {
+            Self::Ncu(more) => {
+                let mut all = words(&["ncu", "--set", "detailed", "--page", "details"]);
+                all.extend(more.iter().map(OsString::from));
+                all
+            }
+            Self::Sanitizer(tool) => {
+                if !["memcheck", "racecheck", "initcheck", "synccheck"].contains(&tool.as_str()) {
+                    let why = format!("{tool:?} is not memcheck, racecheck, initcheck or synccheck");
+                    return Err(Error::refused("profile", why));
+                }
+                words(&["compute-sanitizer", "--tool", tool])
+            }
+            Self::Command(all) => all.iter().map(OsString::from).collect(),
+        })
+    }
+}
+
+/// Runs a solution of the user's Python once on a workload under a profiler, and returns what that printed.
+pub fn profile(
+    tool: &Tool,
+    python: &Path,
+    device: &str,
+    root: &Path,
+    definition: &Definition,
+    solution: &Solution,
+    workload: &Workload,
+) -> Result<String> {
+    if build::caller(solution) != Caller::Python {
+        let why = format!("`{}` is called natively, and profilers of GPUs see nothing of it", solution.name());
+        return Err(Error::refused("profile", why));
+    }
+    let session = Session::new()?;
+    let inputs = make_inputs(root, definition, workload, &mut Rng::new(0, workload.uuid()))?;
+    let specs = session.write(&inputs)?;
+    let shape = |(_, spec): &(String, crate::schema::TensorSpec)| {
+        Ok(json!({"dtype": spec.dtype.name(), "shape": definition.shape(spec, workload.axes())?}))
+    };
+    let outputs = definition.outputs().iter().map(shape).collect::<Result<Vec<_>>>()?;
+    let files: Vec<_> = outputs.iter().map(|_| session.file("out")).collect();
+    let launch = build::launch(definition, solution, &AxisFacts(definition, workload))?;
+    let run =
+        json!({"op": "run", "inputs": specs, "roll": [0, 0], "outputs": outputs, "files": files, "launch": launch});
+    let questions = session.folder.join("questions.json");
+    let both = json!([build::build(definition, solution, device)?, run]);
+    fs::write(&questions, both.to_string()).map_err(Error::io(&questions))?;
+    let words = tool.words()?;
+    let (program, args) = words.split_first().ok_or_else(|| Error::refused("profile", "no command was given"))?;
+    let output = Command::new(program).args(args).arg(python).arg(script(&session)?).arg(&questions).output();
+    let output =
+        output.map_err(|e| Error::refused("profile", format!("{} cannot be started: {e}", program.display())))?;
+    let text = [output.stdout, output.stderr].map(|b| String::from_utf8_lossy(&b).into_owned()).concat();
+    if output.status.success() {
+        Ok(text)
+    } else {
+        Err(Error::refused("profile", format!("{}\n{text}", output.status)))
+    }
+}

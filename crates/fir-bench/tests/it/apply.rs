@@ -1,0 +1,101 @@
+//! Choosing by what was measured. One test: what is enabled is the process's.
+
+use std::time::Instant;
+
+use fir_bench::TraceSet;
+use fir_bench::apply::{Choice, Miss, Op, Policy, Table, current, disable_all, enable};
+use fir_bench::report;
+use fir_bench::schema::{Definition, Solution, Status, Trace};
+
+use crate::support::{self, python, trace, workload};
+
+fn measured() -> TraceSet {
+    let mut set = TraceSet::new("unwritten");
+    set.add_definition(Definition::from_value(&support::definition()).unwrap()).unwrap();
+    for name in ["small", "large", "wrong<&>"] {
+        let solution = python(name, "test", "def run(x, factor):\n    return x\n");
+        set.add_solution(Solution::from_value(&solution).unwrap()).unwrap();
+    }
+    for (batch, best, ms) in
+        [(1, "small", 1.0), (1, "large", 2.0), (64, "large", 3.0), (64, "small", 9.0), (128, "large", 4.0)]
+    {
+        let w = workload(batch, &format!("w{batch}"));
+        set.add_trace(Trace::of_workload("scale_h8", &w).unwrap()).unwrap();
+        set.add_trace(trace(best, &w, Status::Passed, ms)).unwrap();
+        set.add_trace(trace("wrong<&>", &w, Status::IncorrectNumerical, 0.0)).unwrap();
+    }
+    set
+}
+
+#[test]
+fn the_table_chooses_by_size_hardware_tolerance_and_policy() {
+    let set = measured();
+    let table = |policy: &Policy| Table::new(&set, policy);
+    let usual = table(&Policy::default());
+    assert_eq!(usual.len(), (1, 3));
+    assert_eq!(usual.choose("scale_h8", &[1]), Some(Choice::Exact("small")));
+    assert_eq!(usual.choose("scale_h8", &[64]), Some(Choice::Exact("large")));
+    assert_eq!(usual.choose("scale_h8", &[65]), None);
+    assert_eq!(usual.choose("other", &[1]), None);
+    let near = table(&Policy { miss: Miss::Nearest(1.0), ..Policy::default() });
+    assert_eq!(near.choose("scale_h8", &[2]), Some(Choice::Nearest("small")));
+    assert_eq!(near.choose("scale_h8", &[100]), Some(Choice::Nearest("large")));
+    assert_eq!(near.choose("scale_h8", &[1000]), None);
+    assert_eq!(near.choose("scale_h8", &[1, 1]), None);
+    let best = table(&Policy { miss: Miss::Best, ..Policy::default() });
+    assert_eq!(best.choose("scale_h8", &[7]), Some(Choice::Best("large")));
+    assert!(table(&Policy { hardware: Some("another".into()), ..Policy::default() }).is_empty());
+    assert!(!table(&Policy { hardware: Some("test".into()), ..Policy::default() }).is_empty());
+    assert!(table(&Policy { atol: 1e-4, ..Policy::default() }).is_empty());
+
+    // The same through an operation, in nested scopes.
+    type Name = dyn Fn() -> &'static str + Send + Sync;
+    let op = Op::<Name>::new("scale_h8", Box::new(|| "own"))
+        .solution("small", Box::new(|| "small"))
+        .solution("large", Box::new(|| "large"));
+    assert_eq!(op.pick(&[1])(), "own");
+    {
+        let _outer = enable(usual.clone());
+        assert_eq!((op.pick(&[1])(), op.pick(&[64])(), op.pick(&[65])()), ("small", "large", "own"));
+        {
+            let _inner = enable(best);
+            assert_eq!(op.pick(&[65])(), "large");
+        }
+        assert_eq!(op.pick(&[65])(), "own");
+        let alien = Op::<Name>::new("scale_h8", Box::new(|| "own"));
+        assert_eq!(alien.pick(&[1])(), "own", "a solution that is not linked in falls back");
+    }
+    assert_eq!(op.pick(&[1])(), "own");
+
+    let time = |what: &str, most_ns: f64| {
+        let n = 200_000;
+        let begin = Instant::now();
+        for _ in 0..n {
+            std::hint::black_box(op.pick(std::hint::black_box(&[64])));
+        }
+        let ns = begin.elapsed().as_nanos() as f64 / f64::from(n);
+        eprintln!("apply, {what}: {ns:.1} ns");
+        assert!(ns < most_ns, "{what}: {ns} ns");
+    };
+    time("off", 100.0);
+    let _on = enable(usual);
+    time("on", 2000.0);
+    disable_all();
+    assert!(current().is_none());
+}
+
+#[test]
+fn reports_say_who_leads_and_escape_names() {
+    let set = measured();
+    let text = report::markdown(&set);
+    assert!(text.contains("* PASSED: 5\n* INCORRECT_NUMERICAL: 5\n"), "{text}");
+    let lines = report::leaders(&set, set.definition("scale_h8").unwrap());
+    assert_eq!(lines.iter().map(|l| l.solution).collect::<Vec<_>>(), ["large", "small", "wrong<&>"]);
+    for html in
+        [report::html(&set), report::index(&set), report::definition_page(&set, set.definition("scale_h8").unwrap())]
+    {
+        assert!(html.starts_with("<!doctype html>") && !html.contains("wrong<&>"));
+    }
+    let both = report::compare_page(&set, set.solution("small").unwrap(), set.solution("large").unwrap());
+    assert!(both.contains("batch=64<td class=n>9.0000<td class=n>3.0000<td class=n>3.000"), "{both}");
+}

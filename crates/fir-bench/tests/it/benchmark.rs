@@ -1,0 +1,123 @@
+//! The benchmark around its solutions: plans, files, resuming.
+
+use fir_bench::TraceSet;
+use fir_bench::array::Array;
+use fir_bench::benchmark::{Event, run};
+use fir_bench::inputs::{Rng, make_inputs};
+use fir_bench::profile::{Tool, profile};
+use fir_bench::record::{Dump, Given, Keep, Recorder};
+use fir_bench::schema::{DType, Definition, Scalar, Solution, Status, Trace};
+use serde_json::json;
+
+use crate::support::{self, python, workload};
+
+fn set(name: &str, solutions: &[(&str, &str)]) -> TraceSet {
+    let mut set = TraceSet::new(support::folder(name));
+    set.add_definition(Definition::from_value(&support::definition()).unwrap()).unwrap();
+    for (name, code) in solutions {
+        set.add_solution(Solution::from_value(&python(name, "test", code)).unwrap()).unwrap();
+    }
+    set
+}
+
+#[test]
+fn traces_are_saved_and_resumed_from() {
+    let Some(mut config) = support::quick() else { return };
+    let mut set = set("resume", &[("one", "def run(x, factor):\n    return x * factor\n")]);
+    for (batch, uuid) in [(3, "a"), (5, "b")] {
+        set.add_trace(Trace::of_workload("scale_h8", &workload(batch, uuid)).unwrap()).unwrap();
+    }
+    let root = set.root().to_owned();
+    set.save(&root).unwrap();
+    (config.save, config.resume, config.isolated) = (true, true, true);
+    assert_eq!(run(&mut set, &config, &mut |_| {}).unwrap().len(), 2);
+    let mut again = TraceSet::load(&root).unwrap();
+    assert_eq!(again.traces().count(), 2);
+    assert!(again.traces().all(|t| t.passed().is_some()));
+    assert_eq!(run(&mut again, &config, &mut |_| {}).unwrap().len(), 0);
+    config.solutions = Some(vec!["none".into()]);
+    let error = run(&mut again, &config, &mut |_| {}).unwrap_err().to_string();
+    assert_eq!(error, "benchmark: solution `none` is not in the set");
+}
+
+#[test]
+fn what_cannot_be_used_is_skipped_and_said() {
+    let Some(config) = support::quick() else { return };
+    let mut set = set("skipped", &[("one", "def run(x, factor):\n    return x * factor\n")]);
+    let absent = json!({"axes": {"batch": 2}, "uuid": "absent", "inputs": {
+        "x": {"type": "safetensors", "path": "./blob/none.safetensors", "tensor_key": "x"},
+        "factor": {"type": "scalar", "value": 1.0}}});
+    let large = json!({"axes": {"batch": 2000}, "uuid": "large", "inputs": {
+        "x": {"type": "random"}, "factor": {"type": "scalar", "value": 1.0}}});
+    for w in [absent, large] {
+        let w = json!({"definition": "scale_h8", "workload": w, "solution": null, "evaluation": null});
+        set.add_trace(Trace::from_value(&w).unwrap()).unwrap();
+    }
+    let mut said = Vec::new();
+    let traces = run(&mut set, &config, &mut |event| {
+        if let Event::Skipped { workload, why, .. } = event {
+            said.push(format!("{workload}: {why}"));
+        }
+    });
+    assert_eq!(traces.unwrap().len(), 0);
+    assert!(said[0].starts_with("absent: ") && said[0].contains("No such file"), "{said:?}");
+    assert_eq!(said[1], "large: benchmark: `batch <= 1024` does not hold");
+}
+
+#[test]
+fn a_plan_is_made_outside_the_timed_calls_and_without_what_is_drawn() {
+    let Some(config) = support::quick() else { return };
+    let planned = "import time\n\ndef plan(factor):\n    time.sleep(0.05)\n    return factor\n\n\
+        def run(x, factor, plan):\n    return x * plan\n";
+    let greedy = "def plan(x, factor):\n    return x * factor\n\ndef run(x, factor, plan):\n    return plan\n";
+    let mut set = set("plans", &[("planned", planned), ("greedy", greedy)]);
+    set.add_trace(Trace::of_workload("scale_h8", &workload(8, "w")).unwrap()).unwrap();
+    let results = support::results(&mut set, &config);
+    let (_, times) = results["planned"].passed().unwrap();
+    assert!(times.latency_ms < 20.0, "{times:?}");
+    // A plan is not given what is drawn.
+    assert_eq!(results["greedy"].evaluation().unwrap().status(), Status::RuntimeError);
+}
+
+#[test]
+fn calls_are_recorded_by_policy_and_read_back_as_workloads() {
+    let root = support::folder("recorded");
+    let d = json!({
+        "name": "ragged", "op_type": "x", "axes": {"n": {"type": "var"}, "len_indptr": {"type": "var"}},
+        "inputs": {"x": {"shape": ["n"], "dtype": "float32"}, "kv_indptr": {"shape": ["len_indptr"], "dtype": "int32"},
+            "sm_scale": {"shape": null, "dtype": "float32"}},
+        "outputs": {"y": {"shape": ["n"], "dtype": "float32"}}, "reference": "def run(x, kv_indptr, sm_scale):\n    return x\n",
+    });
+    let d = Definition::from_value(&d).unwrap();
+    let indptr = |ends: &[i32]| Array::from_bytes(DType::Int32, &[ends.len()], bytemuck::cast_slice(ends)).unwrap();
+    let recorder = Recorder::new(Dump::Integers, Keep::FirstByLengths(1));
+    let record = |ends: &[i32], n: usize| {
+        let (indptr, shape) = (indptr(ends), [n]);
+        recorder.record(&d, &[Given::Shape(&shape), Given::Tensor(&indptr), Given::Scalar(Scalar::Float(0.5))]).unwrap()
+    };
+    assert!(record(&[0, 10, 20], 4));
+    assert!(!record(&[0, 5, 20], 4), "the same average length");
+    assert!(record(&[0, 10, 30], 4));
+    let wrong = recorder.record(&d, &[Given::Scalar(Scalar::Int(1))]).unwrap_err().to_string();
+    assert_eq!(wrong, "axes_of: `ragged` has 3 inputs, not 1");
+    let mut set = TraceSet::new(&root);
+    assert_eq!(recorder.flush(&mut set).unwrap(), 2);
+    assert_eq!(recorder.flush(&mut set).unwrap(), 0);
+    let again = TraceSet::load(&root).unwrap();
+    let workload = again.workloads_of("ragged").next().unwrap();
+    let inputs = make_inputs(&root, &d, workload, &mut Rng::new(0, "")).unwrap();
+    assert_eq!(inputs[1].array.typed::<i32>(), [0, 10, 20]);
+    assert_eq!((inputs[2].array.get(0), inputs[0].random, inputs[1].random), (0.5, true, false));
+}
+
+#[test]
+fn a_profiler_runs_one_call() {
+    let Some(config) = support::quick() else { return };
+    let set = set("profiled", &[("one", "def run(x, factor):\n    print('it ran')\n    return x * factor\n")]);
+    let (d, s) = (set.definition("scale_h8").unwrap(), set.solution("one").unwrap());
+    let run = |tool: Tool| profile(&tool, &config.python, "cpu", set.root(), d, s, &workload(4, "w"));
+    let said = run(Tool::Command(vec!["env".into(), "A=1".into()])).unwrap();
+    assert!(said.contains("it ran"), "{said}");
+    let wrong = run(Tool::Sanitizer("all".into())).unwrap_err().to_string();
+    assert!(wrong.contains("\"all\" is not memcheck"), "{wrong}");
+}

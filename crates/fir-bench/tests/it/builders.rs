@@ -1,0 +1,86 @@
+//! Compiled solutions.
+
+use fir_bench::TraceSet;
+use fir_bench::schema::{Definition, Solution, Status, Trace};
+use serde_json::{Value, json};
+
+use crate::support::{self, workload};
+
+const RUST: &str = r#"
+mod fir_bench;
+use fir_bench::Tensor;
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn run(args: *const Tensor, count: usize, _message: *mut u8, _room: usize) -> i32 {
+    let args = unsafe { std::slice::from_raw_parts(args, count) };
+    let [x, factor, y] = args else { return 1 };
+    let (x, factor, y) = unsafe { (x.get::<f32>(), factor.get::<f32>()[0], y.get_mut::<f32>()) };
+    for (y, x) in y.iter_mut().zip(x) {
+        *y = x * factor;
+    }
+    0
+}
+"#;
+
+const CPP: &str = r#"
+#include "fir_bench.h"
+#include <stdio.h>
+
+extern "C" int run(const FirTensor* args, size_t count, char* message, size_t room) {
+  if (count != 3 || args[0].dtype != FIR_FLOAT32 || args[0].rank != 2) {
+    snprintf(message, room, "%zu arguments", count);
+    return 1;
+  }
+  const float* x = (const float*)args[0].data;
+  float factor = *(const float*)args[1].data, *y = (float*)args[2].data;
+  for (int64_t i = 0; i < args[0].shape[0] * args[0].shape[1]; i++) y[i] = x[i] * factor;
+  return 0;
+}
+"#;
+
+fn solution(name: &str, language: &str, file: &str, code: &str) -> Value {
+    json!({
+        "name": name, "definition": "scale_h8", "author": "test",
+        "spec": {"language": language, "target_hardware": ["cpu"], "entry_point": format!("{file}::run"), "binding": "fir"},
+        "sources": [{"path": file, "content": code}],
+    })
+}
+
+#[test]
+fn rust_and_cpp_are_built_called_and_judged_as_others_are() {
+    let Some(config) = support::quick() else { return };
+    let root = support::folder("builders");
+    let mut set = TraceSet::new(&root);
+    set.add_definition(Definition::from_value(&support::definition()).unwrap()).unwrap();
+    set.add_trace(Trace::of_workload("scale_h8", &workload(33, "w")).unwrap()).unwrap();
+    let edits = CPP.replace("y[i] = x[i] * factor", "y[i] = ((float*)x)[i] *= factor");
+    let refuses = CPP.replace("count != 3", "count == 3");
+    let silent = RUST.replace("*y = x * factor;", "let _ = (&y, x, factor);");
+    for (name, language, file, code) in [
+        ("rust", "rust", "lib.rs", RUST),
+        ("cpp", "cpp", "main.cpp", CPP),
+        ("rust_silent", "rust", "lib.rs", silent.as_str()),
+        ("cpp_edits", "cpp", "main.cpp", edits.as_str()),
+        ("cpp_refuses", "cpp", "main.cpp", refuses.as_str()),
+        ("rust_broken", "rust", "lib.rs", "pub fn run( {"),
+        ("cpp_unexported", "cpp", "main.cpp", "int run() { return 0; }"),
+        ("cpp_crashes", "cpp", "main.cpp", "extern \"C\" int run(void*) { *(volatile int*)0 = 1; return 0; }"),
+    ] {
+        set.add_solution(Solution::from_value(&solution(name, language, file, code)).unwrap()).unwrap();
+    }
+    let results = support::results(&mut set, &config);
+    for (name, status, says) in [
+        ("rust", Status::Passed, ""),
+        ("cpp", Status::Passed, ""),
+        ("rust_silent", Status::IncorrectNumerical, "output `y`"),
+        ("cpp_edits", Status::RuntimeError, "it wrote to its input `x`"),
+        ("cpp_refuses", Status::RuntimeError, "returned 1: 3 arguments"),
+        ("rust_broken", Status::CompileError, "error"),
+        ("cpp_unexported", Status::CompileError, "there is no symbol `run`"),
+        ("cpp_crashes", Status::RuntimeError, "signal: 11"),
+    ] {
+        let evaluation = results[name].evaluation().unwrap();
+        assert_eq!(evaluation.status(), status, "{name}: {}", evaluation.log());
+        assert!(evaluation.log().contains(says), "{name}: {}", evaluation.log());
+    }
+}

@@ -1,0 +1,195 @@
+//! The kernel library's operators as solutions of real definitions, on the CPU.
+
+use std::collections::BTreeMap;
+
+use fir_bench::TraceSet;
+use fir_bench::benchmark::{Event, run};
+use fir_bench::ops::solution_for;
+use fir_bench::schema::{Definition, Status, Trace};
+use fir_bench::synth::synthesize;
+
+use crate::support;
+
+/// Definitions that are benchmarked in every run; `FIR_BENCH_ALL=1` takes all that fit in memory.
+const USUAL: [&str; 13] = [
+    "gemm_n128_k2048",
+    "gqa_paged_decode_h32_kv8_d128_ps1",
+    "gqa_paged_decode_h32_kv4_d128_ps64",
+    "gqa_paged_prefill_causal_h24_kv8_d128_ps1",
+    "gqa_paged_prefill_causal_h16_kv1_d128_ps64",
+    "gqa_ragged_prefill_causal_h32_kv8_d128",
+    "mla_paged_decode_h16_ckv512_kpe64_ps64",
+    "mla_paged_prefill_causal_h16_ckv512_kpe64_ps64",
+    "rmsnorm_h1536",
+    "fused_add_rmsnorm_h2048",
+    "rope_with_cos_sin_cache_neox_style_d128_rd64",
+    "top_k_top_p_sampling_from_probs_v128256",
+    "top_p_sampling_from_probs_v128256",
+];
+
+#[test]
+fn every_operator_passes_against_the_references_of_real_definitions() {
+    let (Some(data), Some(config)) = (support::real_data(), support::quick()) else { return };
+    let all = std::env::var_os("FIR_BENCH_ALL").is_some();
+    let from = TraceSet::load(&data).unwrap();
+    let mut set = TraceSet::new(support::folder("operators"));
+    let mut expected = 0;
+    for definition in from.definitions().filter(|d| all || USUAL.contains(&d.name())) {
+        let Some(solution) = solution_for(definition).unwrap() else { continue };
+        let workload = synthesize(set.root(), definition, 1).unwrap();
+        let elements =
+            |(_, spec): &(String, _)| definition.shape(spec, workload.axes()).unwrap().iter().product::<usize>();
+        if definition.inputs().iter().map(elements).sum::<usize>() > 300 << 20 {
+            eprintln!("skipped: {} is too large for a test", definition.name());
+            continue;
+        }
+        set.add_definition(definition.clone()).unwrap();
+        set.add_solution(solution).unwrap();
+        set.add_trace(Trace::of_workload(definition.name(), &workload).unwrap()).unwrap();
+        expected += 1;
+    }
+    let mut faults = Vec::new();
+    let traces = run(&mut set, &config, &mut |event| match event {
+        Event::Skipped { definition, why, .. } => faults.push(format!("{definition}: skipped: {why}")),
+        Event::Done { trace, .. } => {
+            let e = trace.evaluation().unwrap();
+            if e.status() != Status::Passed {
+                faults.push(format!(
+                    "{}: {} {:?}: {}",
+                    trace.definition(),
+                    e.status().name(),
+                    e.correctness(),
+                    e.log()
+                ));
+            } else if all {
+                let (c, p) = trace.passed().unwrap();
+                eprintln!(
+                    "{}: {:.4} ms, torch {:.4} ms, error {:.1e}",
+                    trace.definition(),
+                    p.latency_ms,
+                    p.reference_latency_ms,
+                    c.max_absolute_error
+                );
+            }
+        }
+        _ => {}
+    });
+    assert!(faults.is_empty(), "{}", faults.join("\n\n"));
+    assert_eq!(traces.unwrap().len(), expected);
+}
+
+/// A real mixture of experts, with fewer and smaller experts.
+fn smaller(definition: &Definition) -> Definition {
+    let mut text = definition.to_json().to_owned();
+    let mut value: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let small: BTreeMap<&str, u64> = [
+        ("num_experts", 16),
+        ("hidden_size", 256),
+        ("intermediate_size", 128),
+        ("gemm1_out_size", 256),
+        ("num_hidden_blocks", 2),
+        ("num_intermediate_blocks", 1),
+        ("num_gemm1_out_blocks", 2),
+    ]
+    .into();
+    for (axis, n) in &small {
+        if value["axes"].get(axis).is_some() {
+            value["axes"][axis]["value"] = (*n).into();
+        }
+    }
+    let local = if value["axes"].get("num_experts").is_some() { 8 } else { 16 };
+    value["axes"]["num_local_experts"]["value"] = local.into();
+    text = value["reference"].as_str().unwrap().to_owned();
+    for (from, to) in [
+        ("H = 7168", "H = 256"),
+        ("I = 2048", "I = 128"),
+        ("H == 7168", "H == 256"),
+        ("I == 2048", "I == 128"),
+        ("E_global == 256", "E_global == 16"),
+        ("E_local == 32", "E_local == 8"),
+        ("E = 128", "E = 16"),
+        ("H = 2048", "H = 256"),
+        ("I = 768", "I = 128"),
+    ] {
+        text = text.replace(from, to);
+    }
+    value["reference"] = text.into();
+    Definition::from_value(&value).unwrap()
+}
+
+#[test]
+fn mixtures_of_experts_pass_at_a_smaller_size() {
+    let (Some(data), Some(config)) = (support::real_data(), support::quick()) else { return };
+    let from = TraceSet::load(&data).unwrap();
+    let mut set = TraceSet::new(support::folder("experts"));
+    for name in [
+        "moe_fp8_block_scale_ds_routing_topk8_ng8_kg4_e32_h7168_i2048",
+        "moe_fp8_block_scale_renorm_topk8_e128_h2048_i768",
+    ] {
+        let definition = smaller(from.definition(name).unwrap());
+        let workload = synthesize(set.root(), &definition, 2).unwrap();
+        set.add_solution(solution_for(&definition).unwrap().unwrap()).unwrap();
+        set.add_definition(definition).unwrap();
+        set.add_trace(Trace::of_workload(name, &workload).unwrap()).unwrap();
+    }
+    for (name, trace) in support::results(&mut set, &config) {
+        let e = trace.evaluation().unwrap();
+        assert_eq!(e.status(), Status::Passed, "{name}: {:?} {}", e.correctness(), e.log());
+    }
+}
+
+/// Definitions whose references are run in every test; `FIR_BENCH_ALL=1` takes all that fit in memory.
+const REFERENCES: [&str; 6] = [
+    "gdn_decode_qk4_v8_d128_k_last",
+    "gdn_prefill_qk4_v8_d128_k_last",
+    "gdn_mtp_qk8_v16_d128_k_last",
+    "mamba_ssu_decode_h64_d64_s128_ng4",
+    "mla_ragged_prefill_causal_h8_qk192_vo128",
+    "dsa_sparse_attention_h16_ckv512_kpe64_topk2048_ps64",
+];
+
+#[test]
+fn references_of_real_definitions_run_and_agree_with_themselves() {
+    let (Some(data), Some(mut config)) = (support::real_data(), support::quick()) else { return };
+    let all = std::env::var_os("FIR_BENCH_ALL").is_some();
+    config.profile_baseline = false;
+    (config.evaluating.warmup_runs, config.evaluating.iterations) = (Some(0), Some(1));
+    let from = TraceSet::load(&data).unwrap();
+    let mut set = TraceSet::new(support::folder("references"));
+    for definition in from.definitions().filter(|d| all || REFERENCES.contains(&d.name())) {
+        // Samplers do not agree with themselves.
+        if definition.op_type() == "sampling" {
+            continue;
+        }
+        let workload = synthesize(set.root(), definition, 3).unwrap();
+        let bytes = |(_, spec): &(String, fir_bench::schema::TensorSpec)| {
+            definition.shape(spec, workload.axes()).unwrap().iter().product::<usize>() * spec.dtype.bytes()
+        };
+        let total = definition.inputs().iter().map(bytes).sum::<usize>();
+        if total > 700 << 20 {
+            eprintln!("skipped: {} has {} MiB of inputs", definition.name(), total >> 20);
+            continue;
+        }
+        let mut value: serde_json::Value =
+            serde_json::from_str(fir_bench::benchmark::reference_solution(definition).unwrap().to_json()).unwrap();
+        value["name"] = format!("again_{}", definition.name()).into();
+        set.add_definition(definition.clone()).unwrap();
+        set.add_solution(fir_bench::schema::Solution::from_value(&value).unwrap()).unwrap();
+        set.add_trace(Trace::of_workload(definition.name(), &workload).unwrap()).unwrap();
+    }
+    let count = set.definitions().count();
+    let mut faults = Vec::new();
+    let traces = run(&mut set, &config, &mut |event| match event {
+        Event::Skipped { definition, why, .. } => faults.push(format!("{definition}: skipped: {why}")),
+        Event::Done { trace, .. } => {
+            let e = trace.evaluation().unwrap();
+            if e.status() != Status::Passed {
+                faults.push(format!("{}: {} {:?} {}", trace.definition(), e.status().name(), e.correctness(), e.log()));
+            }
+        }
+        _ => {}
+    });
+    assert!(faults.is_empty(), "{}", faults.join("\n\n"));
+    eprintln!("{count} references ran");
+    assert_eq!(traces.unwrap().len(), count);
+}

@@ -1,0 +1,411 @@
+//! `fir trace`: folders of definitions, solutions, workloads and traces; see `fir_bench`.
+
+use std::io::{IsTerminal, Write};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use axum::Router;
+use axum::extract::{Path as Segment, State};
+use axum::http::{StatusCode, header};
+use axum::response::{Html, IntoResponse, Response};
+use axum::routing::get;
+use clap::{Args, Subcommand};
+use fir_bench::benchmark::{self, Config, Evaluating, Event};
+use fir_bench::schema::{Trace, import_definition};
+use fir_bench::validate::{Severity, validate};
+use fir_bench::{TraceSet, apply, ops, report, score, synth, traceset};
+use indicatif::{ProgressBar, ProgressStyle};
+
+/// Options of `fir trace`.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct Options {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand, Clone, Debug)]
+enum Command {
+    /// Tells everything that is wrong or missing in a trace set; fails if something is wrong
+    Validate {
+        /// Folder of the set; FIB_DATASET_PATH unless given
+        folder: Option<PathBuf>,
+        /// The report as JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Runs solutions on workloads and appends the traces to the set
+    Run(Box<Run>),
+    /// Writes what was measured, as Markdown or as HTML with plots
+    Report {
+        /// Folder of the set
+        folder: Option<PathBuf>,
+        /// One HTML file instead of Markdown
+        #[arg(long)]
+        html: bool,
+        /// File to write; standard output unless given
+        #[arg(short, long)]
+        output: Option<PathBuf>,
+    },
+    /// Prints the fastest solution of each workload, and authors by their speed-up over a baseline
+    Best {
+        /// Folder of the set
+        folder: Option<PathBuf>,
+        /// Only this definition
+        #[arg(long)]
+        definition: Option<String>,
+        /// Largest absolute error
+        #[arg(long, default_value_t = traceset::TOLERANCE)]
+        atol: f64,
+        /// Largest relative error
+        #[arg(long, default_value_t = f64::INFINITY)]
+        rtol: f64,
+        /// Author of the solutions to compare with
+        #[arg(long, default_value = score::BASELINE)]
+        baseline: String,
+    },
+    /// Puts several sets into one folder
+    Merge {
+        /// Folders of the sets
+        #[arg(required = true)]
+        folders: Vec<PathBuf>,
+        /// Folder to write
+        #[arg(short, long)]
+        output: PathBuf,
+    },
+    /// Writes the HTML report beside a set and prints where
+    Visualize {
+        /// Folder of the set
+        folder: Option<PathBuf>,
+    },
+    /// Shows a set in the browser
+    Serve {
+        /// Folder of the set
+        folder: Option<PathBuf>,
+        /// Address to listen at
+        #[arg(long, default_value = "127.0.0.1:8001")]
+        listen: String,
+    },
+    /// Reads a definition as FlashInfer emits it and prints one that fits the schema
+    Import {
+        /// The JSON file
+        file: PathBuf,
+    },
+    /// Adds small workloads to definitions that have none, and the library's own solutions
+    Synthesize {
+        /// Folder of the set
+        folder: Option<PathBuf>,
+        /// Decides what is drawn
+        #[arg(long, default_value_t = 0)]
+        seed: u64,
+    },
+    /// A native worker of a benchmark
+    #[command(hide = true)]
+    Worker {
+        /// Its socket
+        socket: PathBuf,
+    },
+}
+
+/// Options of `fir trace run`.
+#[derive(Args, Clone, Debug)]
+struct Run {
+    /// Folder of the set; FIB_DATASET_PATH unless given
+    folder: Option<PathBuf>,
+    /// A Python that has torch; FIR_PYTHON, or python3, unless given
+    #[arg(long)]
+    python: Option<PathBuf>,
+    /// `cpu`, or a CUDA device such as cuda:0
+    #[arg(long, default_value = "cpu")]
+    device: String,
+    /// Calls before those that count
+    #[arg(long)]
+    warmup_runs: Option<usize>,
+    /// Calls of a trial that count
+    #[arg(long)]
+    iterations: Option<usize>,
+    /// Trials, each with inputs of its own
+    #[arg(long)]
+    num_trials: Option<usize>,
+    /// Relative error up to which an element is right
+    #[arg(long)]
+    rtol: Option<f64>,
+    /// Absolute error up to which an element is right
+    #[arg(long)]
+    atol: Option<f64>,
+    /// Share of the elements that must be right
+    #[arg(long)]
+    required_matched_ratio: Option<f64>,
+    /// Seconds for a solution on a workload
+    #[arg(long, default_value_t = 300)]
+    timeout: u64,
+    /// MiB of memory for a worker
+    #[arg(long, default_value_t = 16 << 10)]
+    memory: u64,
+    /// A new process for every workload of a solution
+    #[arg(long)]
+    isolated: bool,
+    /// Leaves out what has a trace
+    #[arg(long)]
+    resume: bool,
+    /// Writes no traces
+    #[arg(long)]
+    no_save: bool,
+    /// Does not time the reference
+    #[arg(long)]
+    no_profile_baseline: bool,
+    /// Only these definitions
+    #[arg(long)]
+    definitions: Vec<String>,
+    /// Only these solutions
+    #[arg(long)]
+    solutions: Vec<String>,
+    /// Decides what is drawn
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+}
+
+fn folder(given: &Option<PathBuf>) -> PathBuf {
+    given.clone().unwrap_or_else(apply::dataset_folder)
+}
+
+pub(crate) fn run(options: &Options, out: &mut impl Write) -> Result<bool> {
+    match &options.command {
+        Command::Validate { folder: f, json } => check(&folder(f), *json, out),
+        Command::Run(options) => bench(options, out),
+        Command::Report { folder: f, html, output } => {
+            let set = TraceSet::load(folder(f))?;
+            let text = if *html { report::html(&set) } else { report::markdown(&set) };
+            match output {
+                Some(path) => std::fs::write(path, text).with_context(|| path.display().to_string())?,
+                None => write!(out, "{text}")?,
+            }
+            Ok(true)
+        }
+        Command::Best { folder: f, definition, atol, rtol, baseline } => {
+            best(&TraceSet::load(folder(f))?, definition.as_deref(), [*atol, *rtol], baseline, out)
+        }
+        Command::Merge { folders, output } => {
+            let mut merged = TraceSet::new(output);
+            for folder in folders {
+                let new = merged.merge(TraceSet::load(folder)?).with_context(|| folder.display().to_string())?;
+                writeln!(out, "{}: {new} new", folder.display())?;
+            }
+            merged.save(output)?;
+            Ok(true)
+        }
+        Command::Visualize { folder: f } => {
+            let folder = folder(f);
+            let path = folder.join("reports/report.html");
+            let text = report::html(&TraceSet::load(&folder)?);
+            std::fs::create_dir_all(folder.join("reports"))?;
+            std::fs::write(&path, text)?;
+            writeln!(out, "{}", path.display())?;
+            Ok(true)
+        }
+        Command::Serve { folder: f, listen } => serve(TraceSet::load(folder(f))?, listen, out),
+        Command::Import { file } => {
+            let text = std::fs::read_to_string(file).with_context(|| file.display().to_string())?;
+            let (definition, notes) = import_definition(&text, &file.display().to_string())?;
+            notes.iter().for_each(|note| eprintln!("{}: {note}", definition.name()));
+            write!(out, "{}", definition.to_json())?;
+            Ok(true)
+        }
+        Command::Synthesize { folder: f, seed } => synthesize(&folder(f), *seed, out),
+        Command::Worker { socket } => {
+            fir_bench::worker::serve_native(socket)?;
+            Ok(true)
+        }
+    }
+}
+
+fn check(folder: &Path, json: bool, out: &mut impl Write) -> Result<bool> {
+    let (_, report) = validate(folder)?;
+    let [fine, warned, wrong] = report.counts();
+    if json {
+        writeln!(out, "{:#}", report.to_value())?;
+    } else {
+        for f in &report.findings {
+            writeln!(out, "{}: {}: {}", f.severity, f.about, f.message)?;
+        }
+        let (d, w) = (report.definitions.len(), report.workloads);
+        writeln!(out, "{d} definitions, {w} workloads, {} solutions, {} traces", report.solutions, report.traces)?;
+        writeln!(out, "{fine} ok, {warned} with warnings, {wrong} with errors")?;
+    }
+    Ok(!report.findings.iter().any(|f| f.severity == Severity::Error))
+}
+
+fn bench(options: &Run, out: &mut impl Write) -> Result<bool> {
+    let mut set = TraceSet::load(folder(&options.folder))?;
+    let this = std::env::current_exe().context("this program's own path")?;
+    let named = || std::env::var_os("FIR_PYTHON").map(PathBuf::from);
+    let python = options.python.clone().or_else(named).unwrap_or_else(|| "python3".into());
+    let mut config = Config::new(python, vec![this.into(), "trace".into(), "worker".into()]);
+    let some = |list: &[String]| (!list.is_empty()).then(|| list.to_vec());
+    config.device = options.device.clone();
+    config.isolated = options.isolated;
+    config.resume = options.resume;
+    config.save = !options.no_save;
+    config.profile_baseline = !options.no_profile_baseline;
+    config.timeout = Duration::from_secs(options.timeout);
+    config.memory = options.memory << 20;
+    config.definitions = some(&options.definitions);
+    config.solutions = some(&options.solutions);
+    config.seed = options.seed;
+    config.evaluating = Evaluating {
+        warmup_runs: options.warmup_runs,
+        iterations: options.iterations,
+        num_trials: options.num_trials,
+        rtol: options.rtol,
+        atol: options.atol,
+        required_matched_ratio: options.required_matched_ratio,
+        sampling_draws: None,
+    };
+    for (name, value) in [("--rtol", options.rtol), ("--atol", options.atol)] {
+        if value.is_some_and(|v| v.is_nan() || v <= 0.0) {
+            bail!("{name} {}: expected a number greater than 0", value.unwrap_or_default());
+        }
+    }
+    if options.required_matched_ratio.is_some_and(|r| !(r > 0.0 && r <= 1.0)) {
+        bail!("--required-matched-ratio: expected a number in (0, 1]");
+    }
+    let bar = if std::io::stderr().is_terminal() { ProgressBar::new(0) } else { ProgressBar::hidden() };
+    bar.set_style(ProgressStyle::with_template("{bar:30} {pos}/{len} {msg}")?);
+    let mut failed = 0;
+    let mut lines = Vec::new();
+    let traces = benchmark::run(&mut set, &config, &mut |event| match event {
+        Event::Done { trace, progress: (done, of) } => {
+            bar.set_length(of as u64);
+            bar.set_position(done as u64);
+            bar.set_message(trace.solution().unwrap_or_default().to_owned());
+            lines.push(line(trace));
+            failed += usize::from(trace.passed().is_none());
+        }
+        Event::Skipped { definition, workload, why } => {
+            lines.push(format!("skipped {definition}, workload {workload}: {why}"))
+        }
+        _ => {}
+    })?;
+    bar.finish_and_clear();
+    for line in lines {
+        writeln!(out, "{line}")?;
+    }
+    writeln!(out, "{} traces, {} passed", traces.len(), traces.len() - failed)?;
+    Ok(true)
+}
+
+/// A trace in a line.
+fn line(trace: &Trace) -> String {
+    let axes: Vec<String> = trace.workload().axes().iter().map(|(n, v)| format!("{n}={v}")).collect();
+    let status = trace.evaluation().map_or("", |e| e.status().name());
+    let name = trace.solution().unwrap_or_default();
+    let numbers = trace.passed().map_or(String::new(), |(c, p)| {
+        format!(
+            "  {:.4} ms, {:.2} times the reference's speed, error {:.1e}",
+            p.latency_ms, p.speedup_factor, c.max_absolute_error
+        )
+    });
+    format!("{status:<20} {name} [{}]{numbers}", axes.join(" "))
+}
+
+fn best(
+    set: &TraceSet,
+    only: Option<&str>,
+    [atol, rtol]: [f64; 2],
+    baseline: &str,
+    out: &mut impl Write,
+) -> Result<bool> {
+    if let Some(name) = only
+        && set.definition(name).is_none()
+    {
+        bail!("{name}: not among the definitions of {}", set.root().display());
+    }
+    for definition in set.definitions().filter(|d| only.is_none_or(|o| o == d.name())) {
+        let found = set.best_by_workload(definition.name(), atol, rtol);
+        if !found.is_empty() {
+            writeln!(out, "{}", definition.name())?;
+            for trace in found.values() {
+                writeln!(out, "  {}", line(trace))?;
+            }
+        }
+    }
+    for ranked in score::rank_authors(set, baseline)? {
+        let s = &ranked.score;
+        let (wins, n) = (s.win_rate * 100.0, s.workloads);
+        writeln!(
+            out,
+            "{}: {:.3} times the speed of `{baseline}`, wins {wins:.0} % of {n} workloads",
+            ranked.author, s.avg_speedup
+        )?;
+    }
+    Ok(true)
+}
+
+fn synthesize(folder: &Path, seed: u64, out: &mut impl Write) -> Result<bool> {
+    let mut set = TraceSet::load(folder)?;
+    let definitions: Vec<_> = set.definitions().cloned().collect();
+    for definition in &definitions {
+        let name = definition.name();
+        if set.workloads_of(name).next().is_none() {
+            match synth::synthesize(folder, definition, seed) {
+                Ok(workload) => {
+                    set.append(vec![Trace::of_workload(name, &workload)?])?;
+                    writeln!(out, "{name}: a workload")?;
+                }
+                Err(e) => writeln!(out, "{e}")?,
+            }
+        }
+        if let Some(solution) = ops::solution_for(definition)?
+            && set.solution(solution.name()).is_none()
+        {
+            set.add_solution(solution)?;
+            writeln!(out, "{name}: the library's solution")?;
+        }
+    }
+    set.save(folder)?;
+    Ok(true)
+}
+
+type Shared = State<Arc<TraceSet>>;
+
+/// The pages of a set.
+fn routes(set: TraceSet) -> Router {
+    let missing = || (StatusCode::NOT_FOUND, Html(report::page("Not found", "<h1>Not found</h1>"))).into_response();
+    let definition = move |State(set): Shared, Segment(name): Segment<String>| async move {
+        set.definition(&name).map_or_else(missing, |d| Html(report::definition_page(&set, d)).into_response())
+    };
+    let json = move |State(set): Shared, Segment(name): Segment<String>| async move {
+        let found = set
+            .definition(&name)
+            .map(|d| d.to_json().to_owned())
+            .or(set.solution(&name).map(|s| s.to_json().to_owned()));
+        found.map_or_else(missing, |text| ([(header::CONTENT_TYPE, "application/json")], text).into_response())
+    };
+    let compare = move |State(set): Shared, Segment((a, b)): Segment<(String, String)>| async move {
+        match (set.solution(&a), set.solution(&b)) {
+            (Some(a), Some(b)) => Html(report::compare_page(&set, a, b)).into_response(),
+            _ => missing(),
+        }
+    };
+    Router::new()
+        .route("/", get(|State(set): Shared| async move { Html(report::index(&set)) }))
+        .route("/report", get(|State(set): Shared| async move { Html(report::html(&set)) }))
+        .route("/definitions/{name}", get(definition))
+        .route("/json/{name}", get(json))
+        .route("/compare/{a}/{b}", get(compare))
+        .fallback(move || async move { Response::from(missing()) })
+        .with_state(Arc::new(set))
+}
+
+fn serve(set: TraceSet, listen: &str, out: &mut impl Write) -> Result<bool> {
+    let runtime = tokio::runtime::Runtime::new()?;
+    runtime.block_on(async {
+        let listener = tokio::net::TcpListener::bind(listen).await.with_context(|| listen.to_owned())?;
+        writeln!(out, "http://{}", listener.local_addr()?)?;
+        out.flush()?;
+        let stop = async { drop(tokio::signal::ctrl_c().await) };
+        axum::serve(listener, routes(set)).with_graceful_shutdown(stop).await?;
+        Ok(true)
+    })
+}

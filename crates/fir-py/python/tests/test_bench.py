@@ -1,0 +1,136 @@
+"""``fir.bench``: the nouns, a benchmark, ``apply``, and upstream's name for it all."""
+
+import json
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import fir.bench as bench
+from fir.bench import (
+    AxisConst, AxisVar, BuildSpec, Definition, DType, Evaluation, RandomInput, ScalarInput, Solution, SourceFile,
+    SupportedLanguages, TensorSpec, Trace, TraceSet, Workload)
+
+REFERENCE = "import torch\n\ndef run(x, weight, eps):\n    variance = x.pow(2).mean(-1, keepdim=True)\n" \
+    "    return x * torch.rsqrt(variance + eps) * weight\n"
+
+
+def definition(name="rmsnorm_d64"):
+    return Definition(
+        name=name, op_type="norm", axes={"batch": AxisVar(), "hidden": AxisConst(value=64)},
+        inputs={"x": TensorSpec(shape=["batch", "hidden"], dtype=DType.FLOAT32),
+                "weight": TensorSpec(shape=["hidden"], dtype=DType.FLOAT32), "eps": TensorSpec(shape=None, dtype=DType.FLOAT32)},
+        outputs={"out": TensorSpec(shape=["batch", "hidden"], dtype=DType.FLOAT32)}, reference=REFERENCE,
+        tags=["stage:inference"])
+
+
+def solution(name="torch_v1", code=None, style=False):
+    return Solution(
+        name=name, definition="rmsnorm_d64", author="test",
+        spec=BuildSpec(language=SupportedLanguages.PYTHON, target_hardware=["cpu"], entry_point="kernel.py::run",
+                       destination_passing_style=style),
+        sources=[SourceFile(path="kernel.py", content=code or REFERENCE)])
+
+
+def workload(batch):
+    return Workload(axes={"batch": batch}, inputs={"x": RandomInput(dtype="float32"), "weight": RandomInput(), "eps": ScalarInput(value=1e-6)})
+
+
+def test_wrong_data_is_refused_and_nothing_changes():
+    with pytest.raises(ValueError, match="must define a function `run`"):
+        Definition(**{**{f: getattr(definition(), f) for f in Definition._fields}, "reference": "x = 1"})
+    with pytest.raises(TypeError, match="no field 'shapes'"):
+        TensorSpec(shapes=[], dtype="int8")
+    with pytest.raises(AttributeError):
+        definition().name = "other"
+    again = Definition.model_validate_json(definition().model_dump_json())
+    assert again == definition() and again.var_axes == ["batch"] and again.const_axes == {"hidden": 64}
+    assert definition().get_axes_values([(3, 64), (64,), None]) == {"batch": 3}
+
+
+def test_a_benchmark_runs_and_apply_routes(tmp_path):
+    other = "import torch\n\ndef run(x, weight, eps, out):\n    out.copy_(torch.nn.functional.rms_norm(x, (64,), weight, eps))\n"
+    wrong = "def run(x, weight, eps):\n    return x\n"
+    made = TraceSet(tmp_path, {"rmsnorm_d64": definition()},
+                    {"rmsnorm_d64": [solution(), solution("torch_v2", other, True), solution("wrong", wrong)]},
+                    {"rmsnorm_d64": [Trace(definition="rmsnorm_d64", workload=workload(b)) for b in (2, 32)]})
+    made.save()
+    config = bench.BenchmarkConfig(warmup_runs=1, iterations=3, num_trials=1)
+    done = bench.Benchmark(made, config).run_all()
+    status = {(t.solution, t.workload.axes["batch"]): t.evaluation.status.value for t in done.traces["rmsnorm_d64"]}
+    assert status[("torch_v1", 2)] == status[("torch_v2", 32)] == "PASSED" and status[("wrong", 2)] == "INCORRECT_NUMERICAL"
+    assert len(TraceSet.from_path(tmp_path).traces["rmsnorm_d64"]) == 6
+
+    calls = []
+
+    @bench.apply("rmsnorm_d64")
+    def rmsnorm(x, weight, eps):
+        calls.append(x.shape[0])
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+
+    x, weight = torch.randn(32, 64), torch.randn(64)
+    want = rmsnorm(x, weight, 1e-6)
+    with bench.enable_apply(TraceSet.load(tmp_path)):
+        assert torch.allclose(rmsnorm(x, weight, 1e-6), want, atol=1e-5)
+        assert calls == [32]
+        rmsnorm(torch.randn(7, 64), weight, 1e-6)
+        assert calls == [32, 7]
+        got = bench.apply("rmsnorm_d64", args=(x, weight), kwargs={"eps": 1e-6}, fallback=rmsnorm)
+        assert torch.allclose(got, want, atol=1e-5)
+        near = bench.ApplyConfig(on_miss_policy="use_nearest")
+        with bench.enable_apply(tmp_path, near):
+            rmsnorm(torch.randn(40, 64), weight, 1e-6)
+            assert calls == [32, 7]
+    rmsnorm(x, weight, 1e-6)
+    assert calls == [32, 7, 32]
+    with pytest.raises(RuntimeError, match="no fallback"):
+        bench.apply("rmsnorm_d64", args=(x, weight, 1e-6))
+
+
+def test_upstreams_name_finds_it():
+    bench.install()
+    try:
+        from flashinfer_bench import apply
+        from flashinfer_bench.data import Trace as Theirs
+        from flashinfer_bench.integration.flashinfer import install_flashinfer_integrations
+
+        assert apply is bench.apply and Theirs is Trace and callable(install_flashinfer_integrations)
+        made = Trace(definition="d", workload=workload(1), solution="s", evaluation=Evaluation(
+            status="PASSED", max_relative_error=1e-5, latency_ms=0.023, reference_latency_ms=0.045, speedup_factor=1.96))
+        assert json.loads(made.model_dump_json())["evaluation"]["performance"]["latency_ms"] == 0.023
+    finally:
+        bench.uninstall()
+    assert "flashinfer_bench" not in sys.modules
+
+
+def test_calls_of_flashinfer_ask_first_and_are_put_back(tmp_path):
+    flashinfer = pytest.importorskip("fir.flashinfer")
+    flashinfer.install()
+    from fir.bench import integration
+
+    import flashinfer.norm as norm
+
+    original = norm.rmsnorm
+    try:
+        assert "flashinfer.norm.rmsnorm" in integration.install_flashinfer_integrations()
+        assert norm.rmsnorm is not original
+        integration.install_flashinfer_integrations()
+        name = "rmsnorm_h64"
+        made = TraceSet(tmp_path, {name: Definition(
+            name=name, op_type="rmsnorm", axes={"batch": AxisVar(), "h": AxisConst(value=64)},
+            inputs={"x": TensorSpec(shape=["batch", "h"], dtype="float32"), "w": TensorSpec(shape=["h"], dtype="float32")},
+            outputs={"y": TensorSpec(shape=["batch", "h"], dtype="float32")}, reference="def run(x, w):\n    return x\n")},
+            {name: [Solution(name="marks", definition=name, author="a", spec=BuildSpec(
+                language="python", target_hardware=["cpu"], entry_point="m.py::run", destination_passing_style=False),
+                sources=[SourceFile(path="m.py", content="def run(x, w):\n    return x * 0 + 7\n")])]},
+            traces={name: [Trace(definition=name, workload=Workload(axes={"batch": 2}, inputs={}), solution="marks",
+                                 evaluation=Evaluation(status="PASSED", max_absolute_error=0.0, latency_ms=1.0))]})
+        x, w = torch.randn(2, 64), torch.ones(64)
+        with bench.enable_apply(made):
+            assert (norm.rmsnorm(x, w) == 7).all()
+            assert not (norm.rmsnorm(torch.randn(3, 64), w) == 7).any()
+        assert not (norm.rmsnorm(x, w) == 7).any()
+    finally:
+        integration.uninstall_flashinfer_integrations()
+    assert norm.rmsnorm is original
