@@ -13,6 +13,7 @@ use axum::response::{Html, IntoResponse, Response};
 use axum::routing::get;
 use clap::{Args, Subcommand};
 use fir_bench::benchmark::{self, Config, Evaluating, Event};
+use fir_bench::profile::{Tool, profile};
 use fir_bench::schema::{Trace, import_definition};
 use fir_bench::validate::{Severity, validate};
 use fir_bench::{TraceSet, apply, ops, report, score, synth, traceset};
@@ -100,6 +101,26 @@ enum Command {
         #[arg(long, default_value_t = 0)]
         seed: u64,
     },
+    /// Runs one call of a solution under a profiler
+    Profile {
+        /// Folder of the set
+        folder: Option<PathBuf>,
+        /// The solution
+        #[arg(long)]
+        solution: String,
+        /// The workload's uuid; the definition's first unless given
+        #[arg(long)]
+        workload: Option<String>,
+        /// `ncu`, or a tool of compute-sanitizer: memcheck, racecheck, initcheck, synccheck
+        #[arg(long, default_value = "ncu")]
+        tool: String,
+        /// A Python that has torch; FIR_PYTHON, or python3, unless given
+        #[arg(long)]
+        python: Option<PathBuf>,
+        /// A CUDA device, or `cpu`
+        #[arg(long, default_value = "cuda:0")]
+        device: String,
+    },
     /// A native worker of a benchmark
     #[command(hide = true)]
     Worker {
@@ -170,6 +191,12 @@ fn folder(given: &Option<PathBuf>) -> PathBuf {
     given.clone().unwrap_or_else(apply::dataset_folder)
 }
 
+/// The Python to use.
+fn python_of(given: &Option<PathBuf>) -> PathBuf {
+    let named = || std::env::var_os("FIR_PYTHON").map(PathBuf::from);
+    given.clone().or_else(named).unwrap_or_else(|| "python3".into())
+}
+
 pub(crate) fn run(options: &Options, out: &mut impl Write) -> Result<bool> {
     match &options.command {
         Command::Validate { folder: f, json } => check(&folder(f), *json, out),
@@ -213,6 +240,22 @@ pub(crate) fn run(options: &Options, out: &mut impl Write) -> Result<bool> {
             Ok(true)
         }
         Command::Synthesize { folder: f, seed } => synthesize(&folder(f), *seed, out),
+        Command::Profile { folder: f, solution, workload, tool, python, device } => {
+            let set = TraceSet::load(folder(f))?;
+            let solution = set.solution(solution).with_context(|| format!("there is no solution `{solution}`"))?;
+            let name = solution.definition();
+            let definition = set.definition(name).with_context(|| format!("there is no definition `{name}`"))?;
+            let mut all = set.workloads_of(name);
+            let found = all.find(|w| workload.as_ref().is_none_or(|uuid| uuid == w.uuid()));
+            let found = found.with_context(|| format!("`{name}` has no such workload"))?;
+            let tool = match tool.as_str() {
+                "ncu" => Tool::Ncu(Vec::new()),
+                other => Tool::Sanitizer(other.to_owned()),
+            };
+            let text = profile(&tool, &python_of(python), device, set.root(), definition, solution, found)?;
+            write!(out, "{text}")?;
+            Ok(true)
+        }
         Command::Worker { socket } => {
             fir_bench::worker::serve_native(socket)?;
             Ok(true)
@@ -239,9 +282,7 @@ fn check(folder: &Path, json: bool, out: &mut impl Write) -> Result<bool> {
 fn bench(options: &Run, out: &mut impl Write) -> Result<bool> {
     let mut set = TraceSet::load(folder(&options.folder))?;
     let this = std::env::current_exe().context("this program's own path")?;
-    let named = || std::env::var_os("FIR_PYTHON").map(PathBuf::from);
-    let python = options.python.clone().or_else(named).unwrap_or_else(|| "python3".into());
-    let mut config = Config::new(python, vec![this.into(), "trace".into(), "worker".into()]);
+    let mut config = Config::new(python_of(&options.python), vec![this.into(), "trace".into(), "worker".into()]);
     let some = |list: &[String]| (!list.is_empty()).then(|| list.to_vec());
     config.device = options.device.clone();
     config.isolated = options.isolated;
