@@ -241,7 +241,7 @@ impl Facts for AxisFacts<'_> {
 /// {"grid": ["batch_size"], "block": [256], "shared": "4 * hidden_size", "args": ["x", "out", "hidden_size", "eps: f32 = 1e-6"]}
 /// ```
 ///
-/// Sizes are numbers or expressions of axes. An argument is a tensor, a scalar input, an axis (`i32`), or
+/// Sizes are numbers or expressions of axes. An argument is a tensor, a scalar input (`float`, or `int` if it is whole), an axis (`int`), or
 /// `name: type = expression` with type `i32`, `i64` or `f32`.
 pub(crate) fn launch(definition: &Definition, solution: &Solution, facts: &dyn Facts) -> Result<Option<Value>> {
     if kind(solution).0 != "nvrtc" {

@@ -23,7 +23,7 @@
 //! | [`schema`] | the nouns: strict to read, byte-stable to write |
 //! | [`traceset`] | a folder of them: queries, the best, merging |
 //! | [`score`] | rankings of solutions and authors |
-//! | [`array`], [`inputs`] | tensors, and how a workload gets them
+//! | [`mod@array`], [`inputs`] | tensors, and how a workload gets them |
 //! | [`benchmark`] | solutions on workloads: right first, then timed |
 //! | [`build`], [`ops`] | builders of solutions; the kernel library's operators as solutions |
 //! | [`synth`] | small workloads for definitions that have none |

@@ -262,6 +262,10 @@ pub fn definition_page(set: &TraceSet, d: &Definition) -> String {
     let lines = leaders(set, d);
     if !lines.is_empty() {
         let _ = write!(body, "<h2>Results</h2>{}{}", board(&lines, true), speed_plot(&lines));
+        if let [a, b, ..] = lines.as_slice() {
+            let (a, b) = (escaped(a.solution), escaped(b.solution));
+            let _ = write!(body, "<p><a href=\"/compare/{a}/{b}\">{a} beside {b}</a></p>");
+        }
     }
     for s in set.solutions_of(d.name()) {
         let id = escaped(s.name());

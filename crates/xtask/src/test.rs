@@ -4,6 +4,7 @@ use std::time::Instant;
 
 use anyhow::{Result, bail};
 
+use crate::bench_cpu::{TORCH_ENV, torch};
 use crate::step::{Step, cargo, program, rust_files};
 use crate::{deny, gpu, python, server};
 
@@ -25,6 +26,8 @@ enum Action {
     Server,
     Deny,
     Python,
+    /// A Python with torch, which the benchmark's tests run references in.
+    Torch,
 }
 
 /// The steps, cheapest and most often broken first.
@@ -32,15 +35,17 @@ enum Action {
 /// Kernels, benches, examples and programs are built for the whole workspace in the test profile, as the tests are: with other packages or
 /// another profile the library would be compiled again, for minutes.
 fn steps() -> Result<Vec<(String, Action)>> {
-    use Action::{Count, Deny, Jit, Python, Run, Server};
+    use Action::{Count, Deny, Jit, Python, Run, Server, Torch};
     let docs = cargo("doc --quiet --workspace --no-deps --all-features").env("RUSTDOCFLAGS", "-D warnings");
+    let [(isa, limit)] = TORCH_ENV;
     let mut steps = vec![
         ("format", Run(cargo("fmt --all --check"))),
         ("lints", Run(cargo("clippy --workspace --all-targets --all-features -- -D warnings"))),
         ("no features", Run(cargo("clippy -p fir-infer --no-default-features -- -D warnings"))),
         ("default features", Run(cargo("clippy -p fir-infer -- -D warnings"))),
         ("docs", Run(docs)),
-        ("tests", Count(cargo("test --workspace --all-features --no-fail-fast"))),
+        ("torch", Torch),
+        ("tests", Count(cargo("test --workspace --all-features --no-fail-fast").env(isa, limit))),
         ("kernels", Jit),
         ("benches, checked but not timed", Run(cargo("test --quiet --workspace --all-features --benches"))),
         ("programs", Run(cargo("build --quiet --profile test --workspace --all-features --bins --examples"))),
@@ -75,6 +80,7 @@ pub(crate) fn run() -> Result<()> {
             Action::Server => server::run(false),
             Action::Deny => deny::run(false),
             Action::Python => python::test(),
+            Action::Torch => torch().map(drop),
         };
         println!("== {} after {:.1} s", if result.is_ok() { "ok" } else { "FAILED" }, start.elapsed().as_secs_f64());
         if let Err(e) = result {

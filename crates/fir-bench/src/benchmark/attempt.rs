@@ -23,7 +23,8 @@ pub(super) struct Attempt<'a> {
     pub(super) solution: &'a Solution,
     pub(super) worker: Option<Worker>,
     pub(super) deadline: Instant,
-    pub(super) times: Vec<f64>,
+    /// Its time in each trial, and the reference's.
+    pub(super) times: Vec<[f64; 2]>,
     pub(super) checked_ms: f64,
     pub(super) correctness: Correctness,
     pub(super) verdict: Option<Failed>,
@@ -70,7 +71,7 @@ impl Bench<'_> {
             return Err((Status::RuntimeError, why));
         }
         let none = || (Status::RuntimeError, "no call was timed".to_owned());
-        a.times.push(median(&answer["times"]).ok_or_else(none)?);
+        a.times.push([median(&answer["times"]).ok_or_else(none)?, trial.reference_ms]);
         Ok(())
     }
 
@@ -212,11 +213,7 @@ impl<'a> Attempt<'a> {
             let bare = Evaluation::failed(status, environment.clone(), why.clone());
             return bare.unwrap_or_else(|| Evaluation::incorrect(environment, why, self.correctness));
         }
-        // Own times and the reference's, in turn.
-        let mean = |from: usize| {
-            let of: Vec<f64> = self.times.iter().skip(from).step_by(2).copied().collect();
-            of.iter().sum::<f64>() / of.len().max(1) as f64
-        };
+        let mean = |which: usize| self.times.iter().map(|t| t[which]).sum::<f64>() / self.times.len().max(1) as f64;
         let (latency_ms, reference_latency_ms) = (mean(0), mean(1));
         let speedup_factor = if latency_ms > 0.0 { reference_latency_ms / latency_ms } else { 0.0 };
         let mut log = printed;

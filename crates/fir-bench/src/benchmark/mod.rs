@@ -271,8 +271,6 @@ impl Bench<'_> {
                 }
             }
             self.forget(&trial);
-            let reference_ms = trial.reference_ms;
-            attempts.iter_mut().filter(|a| a.verdict.is_none()).for_each(|a| a.times.push(reference_ms));
         }
         let mut traces = Vec::new();
         for mut attempt in attempts {

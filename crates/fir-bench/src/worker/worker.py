@@ -112,12 +112,20 @@ class Nvrtc:
 
     @staticmethod
     def library():
-        near = os.path.join(os.path.dirname(os.path.dirname(torch.__file__)), "nvidia", "*", "lib", "libnvrtc.so.1*")
-        found = sorted(glob.glob(near)) + sorted(glob.glob("/usr/local/cuda*/lib64/libnvrtc.so.1*"))
-        found += sorted(glob.glob(os.path.join(os.environ.get("FIR_NVRTC_DIR", "/nowhere"), "libnvrtc.so.1*")))
-        if not found:
-            raise BuildError("libnvrtc was not found beside torch, under /usr/local/cuda, or in FIR_NVRTC_DIR")
-        return found[0]
+        """The compiler: where FIR_NVRTC says, beside torch, or in the toolkit."""
+        packages, given = os.path.dirname(os.path.dirname(torch.__file__)), os.environ.get("FIR_NVRTC", "")
+        if os.path.isfile(given):
+            given = os.path.dirname(given)
+        folders = [given] if given else []
+        folders += sorted(glob.glob(os.path.join(packages, "nvidia", "*", "lib"))) + sorted(glob.glob("/usr/local/cuda*/lib64"))
+        for folder in folders:
+            found = sorted(glob.glob(os.path.join(folder, "libnvrtc.so.1*")))
+            if found:
+                # It looks for its builtins on the loader's path only; once loaded, they are found.
+                for builtins in sorted(glob.glob(os.path.join(folder, "libnvrtc-builtins.so*")))[:1]:
+                    ctypes.CDLL(builtins, mode=ctypes.RTLD_GLOBAL)
+                return found[0]
+        raise BuildError("libnvrtc was not found by FIR_NVRTC, beside torch, or under /usr/local/cuda")
 
     def check(self, code):
         if code:
@@ -142,7 +150,10 @@ class Nvrtc:
         for arg in launch["args"]:
             if "tensor" in arg:
                 t = tensors[arg["tensor"]]
-                values.append(ctypes.c_void_p(t.data_ptr()) if isinstance(t, torch.Tensor) else ctypes.c_float(t))
+                if isinstance(t, torch.Tensor):
+                    values.append(ctypes.c_void_p(t.data_ptr()))
+                else:
+                    values.append(ctypes.c_int32(t) if isinstance(t, int) else ctypes.c_float(t))
             else:
                 kind = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "f32": ctypes.c_float}[arg["type"]]
                 values.append(kind(arg["value"]))
@@ -172,7 +183,8 @@ class Worker:
                 major, minor = torch.cuda.get_device_capability()
             else:
                 major, minor = 9, 0
-            kernel = Nvrtc(open(path).read(), symbol, q["flags"], f"{major}{minor}{'a' if major >= 9 else ''}")
+            flags = [*q["flags"], *(f"-I{p}" for p in [q["folder"], *q["include_paths"]])]
+            kernel = Nvrtc(open(path).read(), symbol, flags, f"{major}{minor}{'a' if major >= 9 else ''}")
             names = self.input_names + self.output_names
             self.fn = lambda *args: kernel(self.launch, dict(zip(names, args)))
             return {}

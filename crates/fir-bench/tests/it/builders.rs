@@ -84,3 +84,48 @@ fn rust_and_cpp_are_built_called_and_judged_as_others_are() {
         assert!(evaluation.log().contains(says), "{name}: {}", evaluation.log());
     }
 }
+
+const CUDA: &str = "extern \"C\" __global__ void run(const float* x, float* y, int n, float factor) {\n\
+  int i = blockIdx.x * blockDim.x + threadIdx.x;\n  if (i < n) y[i] = x[i] * factor;\n}\n";
+
+fn cuda(name: &str, code: &str, launch: Value) -> Value {
+    let mut value = solution(name, "cuda", "kernel.cu", code);
+    let file = json!({"path": "launch.json", "content": launch.to_string()});
+    value["sources"].as_array_mut().unwrap().push(file);
+    value
+}
+
+/// Without a GPU a kernel is compiled and its launch worked out, and only the call fails.
+#[test]
+fn kernels_are_compiled_and_their_launches_checked() {
+    let Some(config) = support::quick() else { return };
+    if std::env::var_os("FIR_NVRTC").is_none() {
+        return eprintln!("skipped: FIR_NVRTC names no compiler");
+    }
+    let good = json!({"grid": ["ceil_div(batch * hidden, 256)"], "block": [256], "args": ["x", "y", "n: i32 = batch * hidden", "factor"]});
+    let mut wrong = good.clone();
+    wrong["grid"] = json!(["rows"]);
+    let mut set = TraceSet::new(support::folder("kernels"));
+    set.add_definition(Definition::from_value(&support::definition()).unwrap()).unwrap();
+    set.add_trace(Trace::of_workload("scale_h8", &workload(33, "w")).unwrap()).unwrap();
+    let broken = CUDA.replace("n) y", "m) y");
+    for (name, code, launch) in [("good", CUDA, &good), ("broken", &broken, &good), ("wrong", CUDA, &wrong)] {
+        set.add_solution(Solution::from_value(&cuda(name, code, launch.clone())).unwrap()).unwrap();
+    }
+    let results = support::results(&mut set, &config);
+    for (name, status, says) in [
+        ("broken", Status::CompileError, "identifier \"m\" is undefined"),
+        ("wrong", Status::CompileError, "launch.json: `rows` is None, not a size"),
+    ] {
+        let evaluation = results[name].evaluation().unwrap();
+        assert_eq!(evaluation.status(), status, "{name}: {}", evaluation.log());
+        assert!(evaluation.log().contains(says), "{name}: {}", evaluation.log());
+    }
+    // The device is the CPU here: it was compiled, and then there was nothing to run it on.
+    assert_eq!(
+        results["good"].evaluation().unwrap().status(),
+        Status::RuntimeError,
+        "{}",
+        results["good"].evaluation().unwrap().log()
+    );
+}

@@ -1,6 +1,7 @@
 //! Reading and writing the nouns.
 
-use fir_bench::schema::{Axis, Definition, Status, Trace, import_definition};
+use fir_bench::schema::{Axis, Definition, Expr, Solution, Status, Trace, import_definition};
+use proptest::prelude::*;
 use serde_json::{Value, json};
 
 use crate::support;
@@ -115,4 +116,25 @@ fn the_newer_dialect_is_imported_with_notes() {
     let (same, notes) = import_definition(&support::definition().to_string(), "d").unwrap();
     assert_eq!((same.name(), notes.len()), ("scale_h8", 0));
     assert!(import_definition("[]", "d").is_err());
+}
+
+proptest! {
+    #[test]
+    fn no_text_is_too_strange_to_be_refused(text in "[\\PC\n\"'(){}\\[\\]:,=<>*/%.]{0,120}", at in 0usize..900, cut in 0usize..40) {
+        let _ = Expr::parse(&text);
+        let mut broken: Vec<char> = support::definition().to_string().chars().collect();
+        let at = at.min(broken.len());
+        let end = (at + cut).min(broken.len());
+        broken.splice(at..end, text.chars());
+        let broken: String = broken.into_iter().collect();
+        let _ = (Trace::parse(&broken, "t"), Solution::parse(&broken, "s"), import_definition(&broken, "i"));
+        // What is read is what is written.
+        if let Ok(definition) = Definition::parse(&broken, "d") {
+            prop_assert_eq!(definition.to_json(), broken);
+        }
+        let mut value = support::definition();
+        value["reference"] = text.clone().into();
+        value["constraints"] = json!([text]);
+        let _ = Definition::from_value(&value);
+    }
 }

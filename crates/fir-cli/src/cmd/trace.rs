@@ -13,6 +13,7 @@ use axum::response::{Html, IntoResponse, Response};
 use axum::routing::get;
 use clap::{Args, Subcommand};
 use fir_bench::benchmark::{self, Config, Evaluating, Event};
+use fir_bench::profile::{Tool, profile};
 use fir_bench::schema::{Trace, import_definition};
 use fir_bench::validate::{Severity, validate};
 use fir_bench::{TraceSet, apply, ops, report, score, synth, traceset};
@@ -100,6 +101,26 @@ enum Command {
         #[arg(long, default_value_t = 0)]
         seed: u64,
     },
+    /// Runs one call of a solution under a profiler
+    Profile {
+        /// Folder of the set
+        folder: Option<PathBuf>,
+        /// The solution
+        #[arg(long)]
+        solution: String,
+        /// The workload's uuid; the definition's first unless given
+        #[arg(long)]
+        workload: Option<String>,
+        /// `ncu`, or a tool of compute-sanitizer: memcheck, racecheck, initcheck, synccheck
+        #[arg(long, default_value = "ncu")]
+        tool: String,
+        /// A Python that has torch; FIR_PYTHON, or python3, unless given
+        #[arg(long)]
+        python: Option<PathBuf>,
+        /// A CUDA device, or `cpu`
+        #[arg(long, default_value = "cuda:0")]
+        device: String,
+    },
     /// A native worker of a benchmark
     #[command(hide = true)]
     Worker {
@@ -170,6 +191,12 @@ fn folder(given: &Option<PathBuf>) -> PathBuf {
     given.clone().unwrap_or_else(apply::dataset_folder)
 }
 
+/// The Python to use.
+fn python_of(given: &Option<PathBuf>) -> PathBuf {
+    let named = || std::env::var_os("FIR_PYTHON").map(PathBuf::from);
+    given.clone().or_else(named).unwrap_or_else(|| "python3".into())
+}
+
 pub(crate) fn run(options: &Options, out: &mut impl Write) -> Result<bool> {
     match &options.command {
         Command::Validate { folder: f, json } => check(&folder(f), *json, out),
@@ -213,6 +240,22 @@ pub(crate) fn run(options: &Options, out: &mut impl Write) -> Result<bool> {
             Ok(true)
         }
         Command::Synthesize { folder: f, seed } => synthesize(&folder(f), *seed, out),
+        Command::Profile { folder: f, solution, workload, tool, python, device } => {
+            let set = TraceSet::load(folder(f))?;
+            let solution = set.solution(solution).with_context(|| format!("there is no solution `{solution}`"))?;
+            let name = solution.definition();
+            let definition = set.definition(name).with_context(|| format!("there is no definition `{name}`"))?;
+            let mut all = set.workloads_of(name);
+            let found = all.find(|w| workload.as_ref().is_none_or(|uuid| uuid == w.uuid()));
+            let found = found.with_context(|| format!("`{name}` has no such workload"))?;
+            let tool = match tool.as_str() {
+                "ncu" => Tool::Ncu(Vec::new()),
+                other => Tool::Sanitizer(other.to_owned()),
+            };
+            let text = profile(&tool, &python_of(python), device, set.root(), definition, solution, found)?;
+            write!(out, "{text}")?;
+            Ok(true)
+        }
         Command::Worker { socket } => {
             fir_bench::worker::serve_native(socket)?;
             Ok(true)
@@ -239,9 +282,7 @@ fn check(folder: &Path, json: bool, out: &mut impl Write) -> Result<bool> {
 fn bench(options: &Run, out: &mut impl Write) -> Result<bool> {
     let mut set = TraceSet::load(folder(&options.folder))?;
     let this = std::env::current_exe().context("this program's own path")?;
-    let named = || std::env::var_os("FIR_PYTHON").map(PathBuf::from);
-    let python = options.python.clone().or_else(named).unwrap_or_else(|| "python3".into());
-    let mut config = Config::new(python, vec![this.into(), "trace".into(), "worker".into()]);
+    let mut config = Config::new(python_of(&options.python), vec![this.into(), "trace".into(), "worker".into()]);
     let some = |list: &[String]| (!list.is_empty()).then(|| list.to_vec());
     config.device = options.device.clone();
     config.isolated = options.isolated;
@@ -408,4 +449,114 @@ fn serve(set: TraceSet, listen: &str, out: &mut impl Write) -> Result<bool> {
         axum::serve(listener, routes(set)).with_graceful_shutdown(stop).await?;
         Ok(true)
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+    use std::net::TcpStream;
+
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        options: Options,
+    }
+
+    /// What `fir trace` with these arguments prints, and whether it went well.
+    fn trace(args: &[&str]) -> Result<(bool, String)> {
+        let line = Line::try_parse_from([&["trace"], args].concat())?;
+        let mut out = Vec::new();
+        let fine = run(&line.options, &mut out)?;
+        Ok((fine, String::from_utf8(out)?))
+    }
+
+    /// A set of one definition, with a solution that passed and one that did not.
+    fn example(name: &str) -> String {
+        let root = std::env::temp_dir().join(format!("fir-trace-{}-{name}", std::process::id()));
+        let _ = std::fs::remove_dir_all(&root);
+        let write = |path: &str, text: &str| {
+            let path = root.join(path);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, text).unwrap();
+        };
+        write(
+            "definitions/op/d.json",
+            r#"{"name": "d", "op_type": "op", "description": "doubles", "axes": {"n": {"type": "var"}},
+            "inputs": {"x": {"shape": ["n"], "dtype": "float32"}}, "outputs": {"y": {"shape": ["n"], "dtype": "float32"}},
+            "reference": "def run(x):\n    return x * 2\n"}"#,
+        );
+        for (author, solution) in [("ann", "s1"), ("baseline", "s2")] {
+            let text = format!(
+                r#"{{"name": "{solution}", "definition": "d", "author": "{author}", "spec": {{"language": "python",
+                "target_hardware": ["cpu"], "entry_point": "m.py::run"}}, "sources": [{{"path": "m.py", "content": "a < b"}}]}}"#
+            );
+            write(&format!("solutions/{author}/op/d/{solution}.json"), &text);
+            let ms = if author == "ann" { 1.0 } else { 2.0 };
+            let text = format!(
+                r#"{{"definition": "d", "workload": {{"axes": {{"n": 4}}, "inputs": {{"x": {{"type": "random"}}}}, "uuid": "w"}},
+                "solution": "{solution}", "evaluation": {{"status": "PASSED", "environment": {{"hardware": "h"}}, "timestamp": "t",
+                "correctness": {{}}, "performance": {{"latency_ms": {ms}, "reference_latency_ms": 2.0, "speedup_factor": 1.5}}}}}}"#
+            );
+            write(&format!("traces/{author}/op/d.jsonl"), &text.replace('\n', " "));
+        }
+        let workload =
+            r#"{"definition": "d", "workload": {"axes": {"n": 4}, "inputs": {"x": {"type": "random"}}, "uuid": "w"}}"#;
+        write("workloads/op/d.jsonl", workload);
+        root.display().to_string()
+    }
+
+    #[test]
+    fn a_set_is_validated_merged_and_ranked() {
+        let root = example("ranked");
+        let (fine, said) = trace(&["validate", &root]).unwrap();
+        assert!(fine && said.ends_with("1 ok, 0 with warnings, 0 with errors\n"), "{said}");
+        let (_, said) = trace(&["best", &root]).unwrap();
+        assert!(
+            said.contains("s1 [n=4]  1.0000 ms") && said.contains("ann: 2.000 times the speed of `baseline`"),
+            "{said}"
+        );
+        let merged = format!("{root}-merged");
+        let (_, said) = trace(&["merge", &root, &root, "-o", &merged]).unwrap();
+        assert!(said.contains(": 6 new\n") && said.contains(": 0 new\n"), "{said}");
+        assert!(trace(&["report", &merged]).unwrap().1.contains("| s1 | ann | 1 of 1 | 1.500 |"));
+        let (_, path) = trace(&["visualize", &merged]).unwrap();
+        assert!(std::fs::read_to_string(path.trim()).unwrap().contains("<svg"));
+        std::fs::write(format!("{root}/definitions/op/e.json"), "{}").unwrap();
+        let (fine, said) = trace(&["validate", &root]).unwrap();
+        assert!(!fine && said.contains("error: definitions/op/e.json: `axes`: is required"), "{said}");
+        assert!(trace(&["best", &merged, "--definition", "none"]).is_err());
+    }
+
+    #[test]
+    fn a_set_is_shown_to_browsers() {
+        let set = TraceSet::load(example("shown")).unwrap();
+        let runtime = tokio::runtime::Runtime::new().unwrap();
+        let listener = runtime.block_on(tokio::net::TcpListener::bind("127.0.0.1:0")).unwrap();
+        let address = listener.local_addr().unwrap();
+        runtime.spawn(async { axum::serve(listener, routes(set)).await });
+        let get = |path: &str| {
+            let mut stream = TcpStream::connect(address).unwrap();
+            write!(stream, "GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").unwrap();
+            let mut text = String::new();
+            stream.read_to_string(&mut text).unwrap();
+            text
+        };
+        for (path, status, has) in [
+            ("/", "200", "<a href=\"/definitions/d\">d</a>"),
+            ("/definitions/d", "200", "a &lt; b"),
+            ("/compare/s2/s1", "200", "<td class=n>2.000"),
+            ("/report", "200", "<svg"),
+            ("/json/s1", "200", "\"author\": \"ann\""),
+            ("/definitions/none", "404", "Not found"),
+            ("/compare/s1/none", "404", "Not found"),
+            ("/nowhere", "404", "Not found"),
+        ] {
+            let text = get(path);
+            assert!(text.starts_with(&format!("HTTP/1.1 {status}")) && text.contains(has), "{path}: {text}");
+        }
+    }
 }

@@ -113,14 +113,16 @@ def test_calls_of_flashinfer_ask_first_and_are_put_back(tmp_path):
 
     original = norm.rmsnorm
     try:
-        assert "flashinfer.norm.rmsnorm" in integration.install_flashinfer_integrations()
+        assert "flashinfer.norm:rmsnorm" in integration.install_flashinfer_integrations()
         assert norm.rmsnorm is not original
         integration.install_flashinfer_integrations()
         name = "rmsnorm_h64"
         made = TraceSet(tmp_path, {name: Definition(
             name=name, op_type="rmsnorm", axes={"batch": AxisVar(), "h": AxisConst(value=64)},
-            inputs={"x": TensorSpec(shape=["batch", "h"], dtype="float32"), "w": TensorSpec(shape=["h"], dtype="float32")},
-            outputs={"y": TensorSpec(shape=["batch", "h"], dtype="float32")}, reference="def run(x, w):\n    return x\n")},
+            inputs={"hidden_states": TensorSpec(shape=["batch", "h"], dtype="float32"),
+                    "weight": TensorSpec(shape=["h"], dtype="float32")},
+            outputs={"y": TensorSpec(shape=["batch", "h"], dtype="float32")},
+            reference="def run(hidden_states, weight):\n    return hidden_states\n")},
             {name: [Solution(name="marks", definition=name, author="a", spec=BuildSpec(
                 language="python", target_hardware=["cpu"], entry_point="m.py::run", destination_passing_style=False),
                 sources=[SourceFile(path="m.py", content="def run(x, w):\n    return x * 0 + 7\n")])]},
@@ -134,3 +136,46 @@ def test_calls_of_flashinfer_ask_first_and_are_put_back(tmp_path):
     finally:
         integration.uninstall_flashinfer_integrations()
     assert norm.rmsnorm is original
+
+
+def test_a_planned_decode_asks_first(tmp_path):
+    flashinfer = pytest.importorskip("fir.flashinfer")
+    flashinfer.install()
+    from fir.bench import integration
+
+    import flashinfer.decode as decode
+
+    name = "gqa_paged_decode_h4_kv2_d64_ps16"
+    tensor = lambda *shape, dtype="float32": TensorSpec(shape=list(shape), dtype=dtype)
+    axes = {n: AxisVar() for n in ("batch_size", "num_pages", "len_indptr", "num_kv_indices")}
+    axes.update(h=AxisConst(value=4), kv=AxisConst(value=2), d=AxisConst(value=64), ps=AxisConst(value=16))
+    inputs = {"q": tensor("batch_size", "h", "d"), "k_cache": tensor("num_pages", "ps", "kv", "d"),
+              "v_cache": tensor("num_pages", "ps", "kv", "d"), "kv_indptr": tensor("len_indptr", dtype="int32"),
+              "kv_indices": tensor("num_kv_indices", dtype="int32"), "kv_last_page_len": tensor("batch_size", dtype="int32"),
+              "sm_scale": TensorSpec(shape=None, dtype="float32")}
+    args = ", ".join(inputs)
+    code = f"import torch\ndef run({args}):\n    return torch.full_like(q, sm_scale), q.new_full(q.shape[:2], 5)\n"
+    made = TraceSet(tmp_path, {name: Definition(
+        name=name, op_type="gqa_paged", axes=axes, inputs=inputs,
+        outputs={"output": tensor("batch_size", "h", "d"), "lse": tensor("batch_size", "h")}, reference=code)},
+        {name: [Solution(name="marks", definition=name, author="a", spec=BuildSpec(
+            language="python", target_hardware=["cpu"], entry_point="m.py::run", destination_passing_style=False),
+            sources=[SourceFile(path="m.py", content=code)])]},
+        traces={name: [Trace(
+            definition=name, workload=Workload(axes={"batch_size": 2, "num_pages": 4, "len_indptr": 3, "num_kv_indices": 3}, inputs={}),
+            solution="marks", evaluation=Evaluation(status="PASSED", max_absolute_error=0.0, latency_ms=1.0))]})
+    integration.install_flashinfer_integrations()
+    try:
+        wrapper = decode.BatchDecodeWithPagedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8), "NHD")
+        ints = lambda *x: torch.tensor(x, dtype=torch.int32)
+        wrapper.plan(ints(0, 2, 3), ints(0, 1, 2), ints(3, 16), 4, 2, 64, 16, q_data_type=torch.float32, sm_scale=0.25)
+        q, cache = torch.randn(2, 4, 64), torch.randn(4, 2, 16, 2, 64)
+        own = wrapper.run(q, cache)
+        with bench.enable_apply(made):
+            out, lse = wrapper.run(q, cache, return_lse=True)
+            assert (out == 0.25).all() and (lse == 5).all()
+            other = torch.randn(5, 2, 16, 2, 64)
+            assert not (wrapper.run(q, other) == 0.25).any()
+        assert torch.equal(wrapper.run(q, cache), own)
+    finally:
+        integration.uninstall_flashinfer_integrations()

@@ -1,70 +1,251 @@
-"""Calls of ``flashinfer`` that ask ``apply`` first; what does not fit goes to the function that was there."""
+"""Calls of ``flashinfer`` that ask ``apply`` first; what does not fit goes to the function that was there.
+
+Functions and wrappers of norm, RoPE, sampling, decode, prefill and MLA, and ``torch.nn.functional.linear``. A call fits if it
+uses nothing beyond what its definition has, and the table has a solution for its size.
+"""
 
 import functools
 import importlib
+import inspect
+import math
+import weakref
 
-from .apply import apply, get_apply_runtime
+from .apply import get_apply_runtime
 
-_patched = {}
+_patched, _plans, _MISSED = {}, weakref.WeakKeyDictionary(), object()
 
 
-def _rmsnorm(original):
+def _ask(name, values):
+    """The result of the best solution of a definition, given values for its inputs by name; ``_MISSED`` without one."""
+    runtime = get_apply_runtime()
+    entry = runtime.entries.get(name) if runtime else None
+    if entry is None or any(values.get(n) is None for n in entry.definition.inputs):
+        return _MISSED
+    return runtime.dispatch(name, tuple(values[n] for n in entry.definition.inputs), {}, lambda *_: _MISSED)
+
+
+def _function(resolve, finish=None):
+    """An adapter of a function: ``resolve`` takes the arguments given, and says a definition's name and its inputs."""
+    def adapter(original):
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def wrapped(*args, **kwargs):
+            if get_apply_runtime() is not None:
+                given = {n: v for n, v in signature.bind(*args, **kwargs).arguments.items() if v is not None}
+                found = resolve(given)
+                result = _ask(*found) if found else _MISSED
+                if result is not _MISSED:
+                    return finish(given, result) if finish else result
+            return original(*args, **kwargs)
+        return wrapped
+    return adapter
+
+
+def _only(given, *names):
+    return not set(given) - set(names)
+
+
+def _rmsnorm(given):
+    if _only(given, "input", "weight", "eps", "out", "enable_pdl") and given.get("eps", 1e-6) == 1e-6:
+        return f"rmsnorm_h{given['weight'].shape[-1]}", {"hidden_states": given["input"], "weight": given["weight"]}
+
+
+def _fused_add_rmsnorm(given):
+    if _only(given, "input", "residual", "weight", "eps", "enable_pdl") and given.get("eps", 1e-6) == 1e-6:
+        values = {"hidden_states": given["input"], "residual": given["residual"], "weight": given["weight"]}
+        return f"fused_add_rmsnorm_h{given['weight'].shape[-1]}", values
+
+
+def _in_place(given, result):
+    # The function works in place and definitions do not.
+    given["residual"].add_(given["input"])
+    given["input"].copy_(result)
+
+
+def _to_out(given, result):
+    return given["out"].copy_(result) if "out" in given else result
+
+
+def _sampling(kind):
+    def resolve(given):
+        if not _only(given, "probs", "top_k", "top_p", "deterministic", "generator"):
+            return None
+        probs, values = given["probs"], {"probs": given["probs"]}
+        for name in ("top_k", "top_p"):
+            value = given.get(name)
+            if value is not None and not hasattr(value, "shape"):
+                dtype = "int32" if name == "top_k" else "float32"
+                torch = importlib.import_module("torch")
+                value = torch.full((probs.shape[0],), value, dtype=getattr(torch, dtype), device=probs.device)
+            values[name] = value
+        return f"{kind}_sampling_from_probs_v{probs.shape[-1]}", values
+    return resolve
+
+
+def _like_samples(given, result):
+    return result.to(importlib.import_module("torch").int32)
+
+
+def _rope(given):
+    head, cache, style = given["head_size"], given["cos_sin_cache"], "neox" if given.get("is_neox", True) else "gptj"
+    heads = lambda x: x.view(x.shape[0], -1, head)
+    values = {"q": heads(given["query"]), "k": heads(given["key"]), "cos_sin_cache": cache, "positions": given["positions"].long()}
+    return f"rope_with_cos_sin_cache_{style}_style_d{head}_rd{cache.shape[-1]}", values
+
+
+def _flat(given, result):
+    return tuple(r.reshape(x.shape) for r, x in zip(result, (given["query"], given["key"])))
+
+
+def _linear(given):
+    x, weight = given["input"], given["weight"]
+    if _only(given, "input", "weight") and weight.dim() == 2 and x.dim() >= 2:
+        return f"gemm_n{weight.shape[0]}_k{weight.shape[1]}", {"A": x.reshape(-1, x.shape[-1]), "B": weight}
+
+
+def _rows(given, result):
+    return result.reshape(*given["input"].shape[:-1], -1)
+
+
+def _plan(original):
+    signature = inspect.signature(original)
+
     @functools.wraps(original)
-    def rmsnorm(input, weight, eps=1e-6, out=None, *args, **kwargs):
-        runtime = get_apply_runtime()
-        name = f"rmsnorm_h{weight.shape[-1]}"
-        if runtime is None or name not in runtime.entries or args or kwargs or eps != 1e-6 or input.dim() != 2:
-            return original(input, weight, eps, out, *args, **kwargs)
-        result = apply(name, args=(input, weight), fallback=lambda x, w: original(x, w, eps))
-        return result if out is None else out.copy_(result)
-    return rmsnorm
+    def plan(self, *args, **kwargs):
+        result = original(self, *args, **kwargs)
+        bound = signature.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        _plans[self] = dict(bound.arguments)
+        return result
+    return plan
 
 
-def _fused_add_rmsnorm(original):
-    @functools.wraps(original)
-    def fused_add_rmsnorm(input, residual, weight, eps=1e-6, *args, **kwargs):
-        runtime = get_apply_runtime()
-        name = f"fused_add_rmsnorm_h{weight.shape[-1]}"
-        if runtime is None or name not in runtime.entries or args or kwargs or eps != 1e-6 or input.dim() != 2:
-            return original(input, residual, weight, eps, *args, **kwargs)
-        missed = object()
-        result = apply(name, args=(input, residual, weight), fallback=lambda *_: missed)
-        if result is missed:
-            return original(input, residual, weight, eps)
-        # The function works in place and definitions do not.
-        residual.add_(input)
-        input.copy_(result)
+def _run(resolve):
+    """An adapter of a wrapper's ``run``: ``resolve`` takes the plan's and the call's arguments."""
+    def adapter(original):
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def run(self, *args, **kwargs):
+            plan = _plans.get(self)
+            if get_apply_runtime() is not None and plan is not None and _usual(plan) and getattr(self, "_kv_layout", "NHD") == "NHD":
+                given = {n: v for n, v in signature.bind(self, *args, **kwargs).arguments.items() if v is not None}
+                found = resolve(plan, given)
+                result = _ask(*found) if found else _MISSED
+                if result is not _MISSED:
+                    out, lse = (to.copy_(r) if to is not None else r for r, to in zip(result, (given.get("out"), given.get("lse"))))
+                    return (out, lse) if given.get("return_lse") else out
+            return original(self, *args, **kwargs)
+        return run
+    return adapter
+
+
+def _usual(plan):
+    """Whether a plan asks for nothing that definitions do not have."""
+    off = {"custom_mask": None, "packed_custom_mask": None, "pos_encoding_mode": "NONE", "window_left": -1, "prefix_len_ptr": None}
+    return all(plan.get(name, usual) == usual if usual is not None else plan.get(name) is None for name, usual in off.items()) \
+        and not plan.get("logits_soft_cap") and plan.get("q_len_per_req", 1) == 1
+
+
+_CALL = ("self", "out", "lse", "return_lse", "enable_pdl")
+
+
+def _paged(given):
+    cache = given["paged_kv_cache"]
+    return cache if isinstance(cache, tuple) else (cache[:, 0], cache[:, 1])
+
+
+def _decode(plan, given):
+    if not _only(given, "q", "paged_kv_cache", *_CALL):
         return None
-    return fused_add_rmsnorm
+    q, (k, v) = given["q"], _paged(given)
+    values = {"q": q, "k_cache": k, "v_cache": v, "kv_indptr": plan["indptr"].to(q.device),
+              "kv_indices": plan["indices"].to(q.device), "kv_last_page_len": plan["last_page_len"].to(q.device),
+              "sm_scale": plan.get("sm_scale") or 1 / math.sqrt(q.shape[-1])}
+    return f"gqa_paged_decode_h{q.shape[1]}_kv{k.shape[2]}_d{q.shape[2]}_ps{k.shape[1]}", values
 
 
-_ADAPTERS = {("flashinfer.norm", "rmsnorm"): _rmsnorm, ("flashinfer.norm", "fused_add_rmsnorm"): _fused_add_rmsnorm}
+def _prefill(plan, given):
+    if not _only(given, "q", "paged_kv_cache", *_CALL) or not plan.get("causal"):
+        return None
+    q, (k, v) = given["q"], _paged(given)
+    values = {"q": q, "k_cache": k, "v_cache": v, "qo_indptr": plan["qo_indptr"].to(q.device),
+              "kv_indptr": plan["paged_kv_indptr"].to(q.device), "kv_indices": plan["paged_kv_indices"].to(q.device),
+              "kv_last_page_len": plan["paged_kv_last_page_len"].to(q.device),
+              "sm_scale": plan.get("sm_scale") or 1 / math.sqrt(q.shape[-1])}
+    return f"gqa_paged_prefill_causal_h{q.shape[1]}_kv{k.shape[2]}_d{q.shape[2]}_ps{k.shape[1]}", values
+
+
+def _ragged(plan, given):
+    if not _only(given, "q", "k", "v", *_CALL) or not plan.get("causal"):
+        return None
+    q, k = given["q"], given["k"]
+    values = {"q": q, "k": k, "v": given["v"], "qo_indptr": plan["qo_indptr"].to(q.device),
+              "kv_indptr": plan["kv_indptr"].to(q.device), "sm_scale": plan.get("sm_scale") or 1 / math.sqrt(q.shape[-1])}
+    return f"gqa_ragged_prefill_causal_h{q.shape[1]}_kv{k.shape[1]}_d{q.shape[2]}", values
+
+
+def _mla(plan, given):
+    if not _only(given, "q_nope", "q_pe", "ckv_cache", "kpe_cache", *_CALL):
+        return None
+    q, ckv = given["q_nope"], given["ckv_cache"]
+    page, decode = ckv.shape[1], q.shape[0] == len(plan["qo_indptr"]) - 1
+    if not decode and not plan.get("causal"):
+        return None
+    values = {"q_nope": q, "q_pe": given["q_pe"], "ckv_cache": ckv, "kpe_cache": given["kpe_cache"],
+              "qo_indptr": plan["qo_indptr"].to(q.device), "kv_indptr": plan["kv_indptr"].to(q.device),
+              "kv_indices": plan["kv_indices"].to(q.device),
+              "kv_last_page_len": ((plan["kv_len_arr"] - 1) % page + 1).to(q.device), "sm_scale": plan["sm_scale"]}
+    kind = "decode" if decode else "prefill_causal"
+    return f"mla_paged_{kind}_h{q.shape[1]}_ckv{q.shape[2]}_kpe{given['q_pe'].shape[2]}_ps{page}", values
+
+
+_ADAPTERS = {
+    "flashinfer.norm:rmsnorm": _function(_rmsnorm, _to_out),
+    "flashinfer.norm:fused_add_rmsnorm": _function(_fused_add_rmsnorm, _in_place),
+    "flashinfer.sampling:top_k_sampling_from_probs": _function(_sampling("top_k"), _like_samples),
+    "flashinfer.sampling:top_p_sampling_from_probs": _function(_sampling("top_p"), _like_samples),
+    "flashinfer.sampling:top_k_top_p_sampling_from_probs": _function(_sampling("top_k_top_p"), _like_samples),
+    "flashinfer.rope:apply_rope_with_cos_sin_cache": _function(_rope, _flat),
+    "torch.nn.functional:linear": _function(_linear, _rows),
+    "flashinfer.decode:BatchDecodeWithPagedKVCacheWrapper.plan": _plan,
+    "flashinfer.decode:BatchDecodeWithPagedKVCacheWrapper.run": _run(_decode),
+    "flashinfer.prefill:BatchPrefillWithPagedKVCacheWrapper.plan": _plan,
+    "flashinfer.prefill:BatchPrefillWithPagedKVCacheWrapper.run": _run(_prefill),
+    "flashinfer.prefill:BatchPrefillWithRaggedKVCacheWrapper.plan": _plan,
+    "flashinfer.prefill:BatchPrefillWithRaggedKVCacheWrapper.run": _run(_ragged),
+    "flashinfer.mla:BatchMLAPagedAttentionWrapper.plan": _plan,
+    "flashinfer.mla:BatchMLAPagedAttentionWrapper.run": _run(_mla),
+}
 
 
 def install_flashinfer_integrations():
     """Patches what is there of ``flashinfer``; idempotent. Names of what is patched."""
-    for (module, name), adapter in _ADAPTERS.items():
+    for key, adapter in _ADAPTERS.items():
+        module, _, path = key.partition(":")
+        *owners, name = path.split(".")
         try:
-            target = importlib.import_module(module)
-        except ImportError:
+            target = functools.reduce(getattr, owners, importlib.import_module(module))
+            original = getattr(target, name)
+            inspect.signature(original)
+        except (ImportError, AttributeError, ValueError):
             continue
-        original = getattr(target, name, None)
-        if original is not None and (module, name) not in _patched:
-            wrapper = adapter(original)
-            _patched[module, name] = (target, original)
-            setattr(target, name, wrapper)
-            root = importlib.import_module(module.split(".")[0])
-            if getattr(root, name, None) is original:
-                setattr(root, name, wrapper)
-    return sorted(".".join(key) for key in _patched)
+        if key in _patched:
+            continue
+        wrapper, places = adapter(original), [target]
+        root = importlib.import_module(module.split(".")[0])
+        if not owners and getattr(root, name, None) is original:
+            places.append(root)
+        _patched[key] = (places, name, original)
+        for place in places:
+            setattr(place, name, wrapper)
+    return sorted(_patched)
 
 
 def uninstall_flashinfer_integrations():
     """Puts back what was there."""
-    for (module, name), (target, original) in list(_patched.items()):
-        wrapper = getattr(target, name)
-        setattr(target, name, original)
-        root = importlib.import_module(module.split(".")[0])
-        if getattr(root, name, None) is wrapper:
-            setattr(root, name, original)
-        del _patched[module, name]
+    for places, name, original in _patched.values():
+        for place in places:
+            setattr(place, name, original)
+    _patched.clear()
