@@ -30,7 +30,7 @@ fn main() -> fir_engine::Result<()> {
                 let new = CHUNK.min(n - past);
                 let last = [new as u32 - 1];
                 let logits = if past + new == n { &last[..] } else { &[] };
-                let seqs = [Seq { new, past, pages: &pages }];
+                let seqs = [Seq { new, past, pages: &pages, ..Seq::default() }];
                 let batch = Batch { tokens: &tokens[past..past + new], seqs: &seqs, logits, shared: &[] };
                 runner.step(&exec, &model, &mut kv, &batch)?;
             }
@@ -44,7 +44,7 @@ fn main() -> fir_engine::Result<()> {
         let rows: Vec<u32> = (0..many as u32).collect();
         let mut at = 0;
         let mut run = || -> fir_engine::Result<()> {
-            let seqs: Vec<Seq<'_>> = lists.iter().map(|pages| Seq { new: 1, past: context + at, pages }).collect();
+            let seqs: Vec<Seq<'_>> = lists.iter().map(|pages| Seq { new: 1, past: context + at, pages, ..Seq::default() }).collect();
             let batch = Batch { tokens: &tokens[..many], seqs: &seqs, logits: &rows, shared: &[] };
             runner.step(&exec, &model, &mut kv, &batch)?;
             at = (at + 1) % 32;

@@ -58,10 +58,18 @@ impl Chooser {
         }
     }
 
-    /// Changes rows of logits, of the next token and of those after each of `drafts`, by all that is not a filter.
-    pub(crate) fn prepare(&mut self, rows: &mut [f32], vocab: usize, drafts: &[u32], generated: usize) -> Result<()> {
+    /// Changes rows of logits, of the tokens after the first `from` of `drafts`, after one more, and so on, by all that is
+    /// not a filter.
+    pub(crate) fn prepare(
+        &mut self,
+        rows: &mut [f32],
+        vocab: usize,
+        drafts: &[u32],
+        from: usize,
+        generated: usize,
+    ) -> Result<()> {
         let mut ahead = None;
-        for (i, row) in rows.chunks_exact_mut(vocab).enumerate() {
+        for (i, row) in (from..).zip(rows.chunks_exact_mut(vocab)) {
             self.penalize(row, &drafts[..i]);
             for &(id, bias) in &self.sampling.logit_bias {
                 row[id as usize] += bias;
@@ -76,8 +84,11 @@ impl Chooser {
                     let matcher = match i {
                         0 => grammar,
                         _ => {
-                            let matcher = ahead.get_or_insert_with(|| grammar.clone());
-                            matcher.consume_token(drafts[i - 1]).map_err(broken)?;
+                            let (matcher, taken) = ahead.get_or_insert_with(|| (grammar.clone(), 0));
+                            for &id in &drafts[*taken..i] {
+                                matcher.consume_token(id).map_err(broken)?;
+                            }
+                            *taken = i;
                             matcher
                         }
                     };
@@ -197,17 +208,18 @@ impl Sampler {
         self.raw.clear();
     }
 
-    /// Adds the rows of one sequence, as the model gave them: the next token, and one after each of `drafts`.
+    /// Adds rows of one sequence, as the model gave them: after the first `from` of `drafts`, after one more, and so on.
     pub(crate) fn push(
         &mut self,
         chooser: &mut Chooser,
         rows: &mut [f32],
         vocab: usize,
         drafts: &[u32],
+        from: usize,
         generated: usize,
     ) -> Result<()> {
         let s = &chooser.sampling;
-        for (i, row) in rows.chunks_exact(vocab).enumerate() {
+        for (i, row) in (from..).zip(rows.chunks_exact(vocab)) {
             if s.logprobs.is_some() {
                 self.raw.insert(self.rng.len(), row.to_vec());
             }
@@ -217,7 +229,7 @@ impl Sampler {
             self.min_p.push(s.min_p);
             self.rng.push(RngState { seed: chooser.seed, offset: (generated + i) as u64 });
         }
-        chooser.prepare(rows, vocab, drafts, generated)
+        chooser.prepare(rows, vocab, drafts, from, generated)
     }
 
     /// Draws a token for each row pushed since `clear`.
@@ -285,7 +297,7 @@ mod tests {
         let exec = Exec::cpu().unwrap();
         let mut sampler = Sampler::new(choosers.len());
         for (chooser, row) in choosers.iter_mut().zip(rows.chunks_exact_mut(VOCAB)) {
-            sampler.push(chooser, row, VOCAB, &[], generated).unwrap();
+            sampler.push(chooser, row, VOCAB, &[], 0, generated).unwrap();
         }
         sampler.draw(&exec, &rows, VOCAB).unwrap();
         assert!((0..choosers.len()).all(|row| sampler.valid(row)));
@@ -367,7 +379,10 @@ mod tests {
         let drafts = [9, 9, 4];
         let mut rows: Vec<f32> = (0..4).flat_map(logits).collect();
         let mut sampler = Sampler::new(4);
-        sampler.push(&mut new(), &mut rows, VOCAB, &drafts, 5).unwrap();
+        // In two parts, as branches come.
+        let (first, rest) = rows.split_at_mut(2 * VOCAB);
+        sampler.push(&mut new(), first, VOCAB, &drafts, 0, 5).unwrap();
+        sampler.push(&mut new(), rest, VOCAB, &drafts, 2, 5).unwrap();
         sampler.draw(&exec, &rows, VOCAB).unwrap();
         let mut chooser = new();
         for (i, &want) in sampler.out.iter().enumerate() {

@@ -54,8 +54,17 @@ fn config(settings: &Settings) -> Result<Config> {
     })
 }
 
-/// An engine that has run its first steps. Each phase is a line on stderr: what, how long, with which result.
-pub(crate) fn start(settings: &Settings) -> Result<Arc<dyn Backend>> {
+/// How an engine starts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Start {
+    /// Its first steps have run; each phase is a line on stderr: what, how long, with which result.
+    Warm,
+    /// As soon as it can, and silently: for one answer.
+    Quiet,
+}
+
+/// An engine and its model.
+pub(crate) fn start(settings: &Settings, how: Start) -> Result<(Arc<dyn Backend>, Arc<Model>)> {
     let spec = settings.model.as_deref().context("--model is missing")?;
     let path = fetched(spec)?;
     let begin = Instant::now();
@@ -68,14 +77,19 @@ pub(crate) fn start(settings: &Settings) -> Result<Arc<dyn Backend>> {
     let of = model.config();
     let name = settings.name.clone().unwrap_or_else(|| served_name(spec));
     let what = format!("{name} ({}): {} layers of {}, {} tokens of context", of.name, of.layers, of.hidden, of.context);
-    phase("load", begin, &what);
-    let begin = Instant::now();
-    let handle = Engine::start(model.clone(), config(settings)?)?;
-    phase("plan", begin, &format!("memory beside the weights, for {} tokens of context:", handle.context()));
-    for line in handle.memory().to_string().lines() {
-        eprintln!("{:<20}{line}", "");
+    let loud = how == Start::Warm;
+    if loud {
+        phase("load", begin, &what);
     }
-    Ok(Arc::new(EngineBackend::new(handle, model, name)))
+    let begin = Instant::now();
+    let handle = Engine::start(model.clone(), Config { warm_up: loud, ..config(settings)? })?;
+    if loud {
+        phase("plan", begin, &format!("memory beside the weights, for {} tokens of context:", handle.context()));
+        for line in handle.memory().to_string().lines() {
+            eprintln!("{:<20}{line}", "");
+        }
+    }
+    Ok((Arc::new(EngineBackend::new(handle, model.clone(), name)), model))
 }
 
 /// A name that clients can write: the package, the repository, or the file without its ending.

@@ -1,5 +1,6 @@
 //! The subcommands.
 
+pub(crate) mod answer;
 pub(crate) mod bench_serve;
 pub(crate) mod chat;
 pub(crate) mod demo;

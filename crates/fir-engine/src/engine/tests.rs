@@ -3,9 +3,9 @@
 use super::*;
 use crate::backend::Toy;
 use crate::config::MemoryPlan;
-use crate::grammar::Grammars;
+use crate::grammar::{Grammars, Lazy};
 use crate::handle::{Handle, Health, launch};
-use crate::request::{Grammar, Request, Sampling, Usage};
+use crate::request::{Attention, Grammar, Request, Sampling, Usage};
 use std::sync::mpsc::{Receiver, channel};
 
 const VOCAB: usize = 258;
@@ -23,7 +23,8 @@ fn start(config: Config, toy: Toy) -> Handle {
 fn start_with(config: Config, toy: Toy, drafter: Option<Drafter>) -> Handle {
     let mut words: Vec<Option<Vec<u8>>> = (0..=255u8).map(|b| Some(vec![b])).collect();
     words.extend([None, None]);
-    let grammars = (toy.vocab == VOCAB).then(|| Grammars::new(&words, &[EOS]).unwrap());
+    let whole = toy.vocab == VOCAB;
+    let grammars = Lazy::new(move || if whole { Grammars::new(&words, &[EOS]).map(Some) } else { Ok(None) });
     let plan = MemoryPlan { parts: Vec::new(), pages: PAGES, context: 2200 };
     let eos = if toy.vocab == VOCAB { vec![EOS] } else { vec![] };
     let parts = Parts { backend: Backend::Toy(toy), drafter, plan, eos, host: Exec::cpu().unwrap() };
@@ -35,7 +36,7 @@ fn toy() -> Toy {
 }
 
 fn request(prompt: Vec<u32>, sampling: Sampling) -> Request {
-    Request { prompt, sampling, n: 1, priority: 0, deadline: None, salt: 0 }
+    Request { prompt, sampling, ..Request::default() }
 }
 
 /// The toy's end token comes by chance; it means nothing here.
@@ -154,7 +155,72 @@ fn guesses_change_the_number_of_steps_and_nothing_else() {
     let (guessed, stats) = run(4);
     assert_eq!(plain, guessed);
     assert!(stats.accepted_tokens > 20 && stats.drafted_tokens > stats.accepted_tokens, "{stats:?}");
-    assert!(stats.steps < 300);
+    assert!(stats.steps < 300 && stats.branches_taken > 0, "{stats:?}");
+}
+
+#[test]
+fn trees_of_guesses_leave_the_distribution_as_it_is() {
+    const N: usize = 4000;
+    let prompt: Vec<u32> = vec![0, 1, 2, 0, 1, 2, 1, 0, 1, 2, 2, 0, 1];
+    // The probabilities of all answers of three tokens, from the toy itself.
+    let mut toy = Backend::Toy(Toy::new(PAGES, 4, 3));
+    let pages: Vec<u32> = (0..8).collect();
+    let mut next = |answer: &[u32]| {
+        let tokens = [&prompt[..], answer].concat();
+        let seqs = [Seq { new: tokens.len(), past: 0, pages: &pages, ..Seq::default() }];
+        let rows = [tokens.len() as u32 - 1];
+        let logits = toy.step(&Batch { tokens: &tokens, seqs: &seqs, logits: &rows, shared: &[] }).unwrap();
+        let sum: f64 = logits.iter().map(|&l| f64::from(l).exp()).sum();
+        logits.iter().map(|&l| f64::from(l).exp() / sum).collect::<Vec<f64>>()
+    };
+    let mut want = [0.0; 27];
+    for (i, want) in want.iter_mut().enumerate() {
+        let answer = [i / 9, i / 3 % 3, i % 3].map(|t| t as u32);
+        *want = (0..3).map(|n| next(&answer[..n])[answer[n] as usize]).product::<f64>() * N as f64;
+    }
+    let mut slow = Toy::new(PAGES, 4, 3);
+    slow.pace = Duration::from_nanos(100);
+    let handle = start(Config { drafts: 4, max_queue: N, ..config() }, slow);
+    let ask = |seed| submit(&handle, request(prompt.clone(), Sampling { max_tokens: 3, seed: Some(seed), ..plain() }));
+    let all: Vec<_> = (0..N as u64).map(ask).collect();
+    let mut got = [0usize; 27];
+    for events in all {
+        let tokens = answers(events).unwrap().pop().unwrap().tokens;
+        got[tokens.iter().fold(0, |i, &t| 3 * i + t as usize)] += 1;
+    }
+    let stats = handle.stats();
+    assert!(stats.accepted_tokens > 100 && stats.branches_taken > 100, "{stats:?}");
+    // Cells of less than five are of no use to the statistic; that it is larger than this has a probability of 0.001.
+    let cells = got.iter().zip(want).filter(|(_, want)| *want >= 5.0);
+    let chi: f64 = cells.clone().map(|(&got, want)| (got as f64 - want).powi(2) / want).sum();
+    assert!(chi < 54.05, "{chi} for {} cells: {got:?}, {want:?}", cells.count());
+}
+
+#[test]
+fn streaming_answers_are_longer_than_the_context_and_hold_few_pages() {
+    let attention = Attention::Streaming { sinks: 4, window: 32 };
+    let ask = |i: u32| Request {
+        attention,
+        ..request(
+            (0..300).map(|t| (t * 7 + i) % 250).collect(),
+            Sampling { max_tokens: 2500, seed: Some(u64::from(i)), ..plain() },
+        )
+    };
+    let alone = one(&start(config(), toy()), ask(1));
+    assert_eq!((alone.tokens.len(), alone.reason), (2500, Finish::Length));
+    // Pages for 32 + 4 + 64 tokens and some; with others that do not stream, and with guesses.
+    let handle = start(Config { drafts: 3, ..config() }, toy());
+    let others: Vec<_> = (0..20).map(|i| submit(&handle, varied(i))).collect();
+    let streams: Vec<_> = (0..3).map(|i| submit(&handle, ask(i))).collect();
+    until(&handle, |stats| stats.running == 3 && stats.generated_tokens > 1000);
+    assert!(handle.stats().pages_used <= 3 * 30, "{:?}", handle.stats());
+    let got: Vec<_> = streams.into_iter().map(|e| answers(e).unwrap().pop().unwrap()).collect();
+    assert_eq!(got[1].tokens, alone.tokens);
+    others.into_iter().for_each(|e| assert_eq!(answers(e).unwrap().len(), 1));
+    all_pages_are_back(&handle);
+    let much = Request { attention: Attention::Streaming { sinks: 4, window: 5000 }, ..ask(0) };
+    let said = handle.submit(much, |_| true).unwrap_err().to_string();
+    assert!(said.starts_with("`attention`: has 4 sinks and a window of 5000, expected"), "{said}");
 }
 
 #[test]
