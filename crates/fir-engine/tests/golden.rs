@@ -27,16 +27,18 @@ fn golden(name: &str) -> Golden {
 }
 
 fn read(path: &Path) -> Golden {
+    let tokens = words(path, "tokens").into_iter().map(u32::from_le_bytes).collect();
+    Golden { tokens, logits: values(path, "logits") }
+}
+
+fn values(path: &Path, name: &str) -> Vec<f32> {
+    words(path, name).into_iter().map(f32::from_le_bytes).collect()
+}
+
+fn words(path: &Path, name: &str) -> Vec<[u8; 4]> {
     let bytes = std::fs::read(path).unwrap();
-    let file = SafeTensors::deserialize(&bytes).unwrap();
-    let words = |name: &str| {
-        let data = file.tensor(name).unwrap().data();
-        data.chunks_exact(4).map(|b| [b[0], b[1], b[2], b[3]]).collect::<Vec<_>>()
-    };
-    Golden {
-        tokens: words("tokens").into_iter().map(u32::from_le_bytes).collect(),
-        logits: words("logits").into_iter().map(f32::from_le_bytes).collect(),
-    }
+    let data = SafeTensors::deserialize(&bytes).unwrap().tensor(name).unwrap().data();
+    data.as_chunks::<4>().0.to_vec()
 }
 
 /// A model with a cache and buffers of its own.
@@ -232,43 +234,45 @@ fn rms(got: &[f32], want: &[f32]) -> (f64, f64) {
     )
 }
 
-/// Products with blocks quantize activations to 8 bits, with a scale for 256: an error of at most a 254th of the largest,
-/// evenly spread, which is about 3.3 times the root mean square: 3.3 / 127 / √12 = 0.75 % of the values, and so of a sum
-/// of independent products. What lies between products is bf16, 0.11 %. Each layer has four such stages, one behind the
-/// other, whose errors the residual adds up and the norms pass on: √(2 · 4 + 1) · 0.76 % = 2.3 % of the logits; a gate
-/// multiplies two of them. Measured: 1.6 to 2.0 %.
-const BLOCKS: f64 = 0.03;
+/// Numpy does the same roundings here, so that what is left is where a value near the middle of two codes went to the
+/// other one: 0.1 to 0.3 % of the logits were measured.
+const ROUNDED: f64 = 0.006;
+/// Products with blocks quantize activations to 8 bits, with a scale for 256 of them, which costs these models 1.9 to 3.5 %
+/// of their logits by numpy's own account.
+const BLOCKS: f64 = 0.04;
 
 #[test]
 fn models_in_block_formats_match_numpy_on_what_their_blocks_say() {
     for arch in ["llama", "qwen2", "gemma3"] {
-        let g = read(&folder("gguf").join(format!("{arch}.golden")));
+        let path = folder("gguf").join(format!("{arch}.golden"));
+        let (g, rounded) = (read(&path), values(&path, "rounded"));
         let mut bench = Bench::new(&folder("gguf").join(format!("{arch}.gguf")), KvType::F32);
         for chunks in [&[48][..], &[20, 9, 1]] {
             let got = bench.all(&g.tokens, chunks, &pages(3, 12));
-            let (error, size) = rms(&got, &g.logits);
-            println!("{arch} {chunks:?}: {:.2} %", 100.0 * error / size);
-            assert!(error <= BLOCKS * size, "{arch} in chunks of {chunks:?}: {error} of {size}");
+            let ((near, size), (far, _)) = (rms(&got, &rounded), rms(&got, &g.logits));
+            println!("{arch} {chunks:?}: {:.3} %, {:.2} %", 100.0 * near / size, 100.0 * far / size);
+            assert!(near <= ROUNDED * size, "{arch} in chunks of {chunks:?}: {near} of {size}");
+            assert!(far <= BLOCKS * size, "{arch} in chunks of {chunks:?}: {far} of {size}");
         }
     }
 }
 
 #[test]
 fn every_kv_type_loses_what_its_digits_lose() {
-    // Rounding to a mantissa of so many bits errs by 2^-(bits + 2) of the values on average: f16 has 10, bf16 7, e4m3 3,
-    // e5m2 2; NVFP4, whose codes are 0 to 6 with a scale for 16, errs by about a tenth. Softmax averages the errors of
-    // values and multiplies those of scores; two to six layers add up. A position whose experts change is another matter:
-    // the median of the positions is looked at, which may be twice the single error.
-    let bounds = [
-        (KvType::F16, 2.0 / 4096.0),
-        (KvType::Bf16, 2.0 / 512.0),
-        (KvType::E4m3, 2.0 / 32.0),
-        (KvType::E5m2, 2.0 / 16.0),
-        (KvType::Nvfp4, 0.2),
+    // What rounding errs by, of values that are spread evenly: 2^-(bits + 2) with so many bits of mantissa, and a tenth for
+    // NVFP4, whose codes are 0 to 6 with a scale for 16. Keys and values each bring that into every layer, and a choice of
+    // experts once more; independent errors add up as squares. A position that gets another expert is another matter, so
+    // that the median of the positions is looked at.
+    let types = [
+        (KvType::F16, 1.0 / 4096.0),
+        (KvType::Bf16, 1.0 / 512.0),
+        (KvType::E4m3, 1.0 / 32.0),
+        (KvType::E5m2, 1.0 / 16.0),
+        (KvType::Nvfp4, 0.1),
     ];
     for name in FAMILIES {
         let g = golden(name);
-        for (kv, bound) in bounds {
+        for (kv, single) in types {
             let latent = name.starts_with("deepseek");
             if latent && kv == KvType::Nvfp4 {
                 let exec = Exec::cpu().unwrap();
@@ -279,7 +283,9 @@ fn every_kv_type_loses_what_its_digits_lose() {
             }
             let mut bench = Bench::new(&folder(name), kv);
             let got = bench.all(&g.tokens, &[30, 1], &pages(0, 12));
-            let vocab = bench.model.config().vocab;
+            let c = bench.model.config();
+            let bound = single * ((if c.moe.is_some() { 3 } else { 2 } * c.layers) as f64).sqrt();
+            let vocab = c.vocab;
             let rows = got.chunks_exact(vocab).zip(g.logits.chunks_exact(vocab));
             let mut errors: Vec<f64> = rows.map(|(got, want)| rms(got, want)).map(|(e, size)| e / size).collect();
             errors.sort_by(f64::total_cmp);

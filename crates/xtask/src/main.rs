@@ -4,6 +4,7 @@
 
 mod bench;
 mod bench_cpu;
+mod bench_llama;
 mod deny;
 mod gpu;
 mod nightly;
@@ -42,6 +43,20 @@ enum Command {
         /// Writes the results into docs/bench/cpu.md.
         #[arg(long)]
         update: bool,
+    },
+    /// Times a model's prompts and answers beside llama.cpp's, alone and beside busy processes.
+    BenchLlama {
+        /// A Python that has `llama-cpp-python`, built so that its AMX code runs.
+        python: String,
+        /// A GGUF file; the default model if none is given.
+        #[arg(long)]
+        model: Option<String>,
+        /// Threads of both.
+        #[arg(long, default_value_t = 2)]
+        threads: usize,
+        /// Samples of each case.
+        #[arg(long, default_value_t = 7)]
+        rounds: usize,
     },
     /// Fuzzes the public API under the address sanitizer (nightly).
     Fuzz {
@@ -90,6 +105,9 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Deny => deny::run(),
         Command::Bench { op, update } => bench::run(op.as_deref(), update),
         Command::BenchCpu { filter, quick, update } => bench_cpu::run(filter.as_deref(), quick, update),
+        Command::BenchLlama { python, model, threads, rounds } => {
+            bench_llama::run(&python, model.as_deref(), threads, rounds)
+        }
         Command::Server { live } => server::run(live),
         Command::Fuzz { minutes } => nightly::fuzz(minutes),
         Command::Miri => nightly::miri(),

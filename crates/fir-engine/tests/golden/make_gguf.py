@@ -3,8 +3,8 @@
     python3 -m venv V && V/bin/pip install gguf numpy safetensors && V/bin/python make_gguf.py
 
 Weights are random: those of formats that `gguf` can write are quantized by it, blocks of the others are random bytes with
-plausible scales. Both are read back by `gguf`'s own dequantization, and the forward is done with that in f64: what remains
-between it and the engine is what the engine rounds.
+plausible scales. Both are read back by `gguf`'s own dequantization, and the forward is done with that in f64, twice: as it
+is, and with what the engine rounds (activations to 8 bits before a product, and what lies between products to bf16).
 """
 
 import pathlib
@@ -18,9 +18,9 @@ HERE = pathlib.Path(__file__).parent / "gguf"
 VOCAB, HIDDEN, HEADS, KV, DIM, INNER, CONTEXT, EPS = 96, 256, 4, 2, 64, 256, 2048, 1e-5
 WRITTEN = [Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0]
 # Bytes of a block at which its f16 scales stand.
-SCALES = {Q.Q2_K: [80, 82], Q.Q3_K: [108], Q.Q4_K: [0, 2], Q.Q5_K: [0, 2], Q.Q6_K: [208], Q.IQ4_XS: [0], Q.IQ4_NL: [0]}
+SCALES = {Q.Q2_K: [80, 82], Q.Q3_K: [108], Q.Q4_K: [0, 2], Q.Q5_K: [0, 2], Q.Q6_K: [208], Q.IQ4_XS: [0]}
 # What a format's values are on average, for a scale of 1.
-SIZES = {Q.Q2_K: 12, Q.Q3_K: 40, Q.Q4_K: 240, Q.Q5_K: 480, Q.Q6_K: 1200, Q.IQ4_XS: 1000, Q.IQ4_NL: 60}
+SIZES = {Q.Q2_K: 12, Q.Q3_K: 40, Q.Q4_K: 240, Q.Q5_K: 480, Q.Q6_K: 1200, Q.IQ4_XS: 1000}
 # Of each layer: q, k, v, output, gate, up, down.
 FORMATS = [
     [Q.Q4_K, Q.Q5_0, Q.Q6_K, Q.Q8_0, Q.Q4_0, Q.Q4_1, Q.Q5_K],
@@ -57,19 +57,34 @@ def rotate(x, theta, neighbours):
     return np.stack([a, b], -1).reshape(x.shape) if neighbours else np.concatenate([a, b], -1)
 
 
-def forward(arch, w, tokens):
+def short(x):
+    """To bf16 and back, ties to even."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32).astype(np.uint64)
+    bits = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
+    return bits.astype(np.uint32).view(np.float32).astype(np.float64)
+
+
+def bytes_of(x):
+    """Each 256 elements of a row to 8 bits."""
+    parts = x.reshape(*x.shape[:-1], -1, 256)
+    scale = np.float64(np.float32(abs(parts).max(-1, keepdims=True)) / np.float32(127))
+    return (np.rint(parts / scale) * scale).reshape(x.shape)
+
+
+def forward(arch, w, tokens, rounds):
+    narrow, codes = (short, bytes_of) if rounds else (lambda x: x, lambda x: x)
     gemma = arch == "gemma3"
     n = len(tokens)
     h = w["token_embd.weight"][tokens] * (HIDDEN**0.5 if gemma else 1)
     for i in range(len(FORMATS)):
         get = lambda part: w.get(f"blk.{i}.{part}")
-        lin = lambda x, part: x @ get(part + ".weight").T + (get(part + ".bias") if get(part + ".bias") is not None else 0)
+        lin = lambda x, part: codes(x) @ get(part + ".weight").T + (get(part + ".bias") if get(part + ".bias") is not None else 0)
         x = norm(h, get("attn_norm.weight"))
-        q, k, v = (lin(x, p).reshape(n, -1, DIM) for p in PARTS[:3])
+        q, k, v = (narrow(lin(x, p)).reshape(n, -1, DIM) for p in PARTS[:3])
         if gemma:
-            q, k = norm(q, get("attn_q_norm.weight")), norm(k, get("attn_k_norm.weight"))
+            q, k = narrow(norm(q, get("attn_q_norm.weight"))), narrow(norm(k, get("attn_k_norm.weight")))
         theta = 1e4 if gemma else 1e5
-        q, k = rotate(q, theta, arch == "llama"), rotate(k, theta, arch == "llama")
+        q, k = narrow(rotate(q, theta, arch == "llama")), rotate(k, theta, arch == "llama")
         seen = np.tril(np.ones((n, n), bool))
         if gemma:
             seen &= ~np.tril(seen, -WINDOW)
@@ -78,14 +93,14 @@ def forward(arch, w, tokens):
             s = q[:, head] @ k[:, head * KV // HEADS].T / DIM**0.5
             s = np.exp(np.where(seen, s, -np.inf) - np.where(seen, s, -np.inf).max(-1, keepdims=True))
             o[:, head] = s / s.sum(-1, keepdims=True) @ v[:, head * KV // HEADS]
-        y = lin(o.reshape(n, -1), "attn_output")
+        y = lin(narrow(o.reshape(n, -1)), "attn_output")
         h = h + (norm(y, get("post_attention_norm.weight")) if gemma else y)
         x = norm(h, get("ffn_norm.weight"))
-        g, u = lin(x, "ffn_gate"), lin(x, "ffn_up")
+        g, u = narrow(lin(x, "ffn_gate")), narrow(lin(x, "ffn_up"))
         g = 0.5 * g * (1 + np.tanh((2 / np.pi) ** 0.5 * (g + 0.044715 * g**3))) if gemma else g / (1 + np.exp(-g))
-        y = lin(g * u, "ffn_down")
+        y = lin(narrow(g * u), "ffn_down")
         h = h + (norm(y, get("post_ffw_norm.weight")) if gemma else y)
-    return norm(h, w["output_norm.weight"]) @ w.get("output.weight", w["token_embd.weight"]).T
+    return codes(norm(h, w["output_norm.weight"])) @ w.get("output.weight", w["token_embd.weight"]).T
 
 
 WINDOW = 16
@@ -130,7 +145,7 @@ def make(arch):
     gain = lambda n: 1 + 0.2 * rng.standard_normal(n)
     packed("token_embd.weight", Q.Q8_0, (VOCAB, HIDDEN))
     if arch == "qwen2":
-        packed("output.weight", Q.IQ4_NL, (VOCAB, HIDDEN))
+        packed("output.weight", Q.Q3_K, (VOCAB, HIDDEN))
     plain("output_norm.weight", gain(HIDDEN))
     shapes = [(HEADS * DIM, HIDDEN), (KV * DIM, HIDDEN), (KV * DIM, HIDDEN), (HIDDEN, HEADS * DIM)]
     shapes += [(INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER)]
@@ -150,9 +165,12 @@ def make(arch):
     out.write_tensors_to_file()
     out.close()
     tokens = rng.integers(2, VOCAB, 48)
-    logits = forward(arch, weights, tokens)
-    save_file({"tokens": tokens.astype(np.int32), "logits": logits.astype(np.float32)}, HERE / f"{arch}.golden")
-    print(f"{arch}: {path.stat().st_size} bytes, logits of {logits.std():.3f} on average, {abs(logits).max():.3f} at most")
+    logits, rounded = (forward(arch, weights, tokens, rounds) for rounds in [False, True])
+    values = {"logits": logits, "rounded": rounded}
+    values = {name: np.ascontiguousarray(value, np.float32) for name, value in values.items()}
+    save_file(values | {"tokens": tokens.astype(np.int32)}, HERE / f"{arch}.golden")
+    error = ((logits - rounded) ** 2).mean() ** 0.5
+    print(f"{arch}: {path.stat().st_size} bytes, logits of {logits.std():.3f}, off by {error / logits.std():.2%} if rounded")
     assert path.stat().st_size < 1_000_000
 
 
