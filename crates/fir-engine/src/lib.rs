@@ -21,6 +21,7 @@ pub mod engine;
 pub mod error;
 mod grammar;
 pub mod handle;
+mod hub;
 mod kv;
 mod layers;
 pub mod models;

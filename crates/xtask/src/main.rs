@@ -7,6 +7,7 @@ mod bench_cpu;
 mod bench_llama;
 mod deny;
 mod gpu;
+mod models;
 mod nightly;
 mod python;
 mod server;
@@ -64,6 +65,12 @@ enum Command {
         #[arg(default_value_t = 10)]
         minutes: u64,
     },
+    /// Fetches real models, half a gigabyte at most each, and asks them something that they know.
+    Models {
+        /// Also those of more than that.
+        #[arg(long)]
+        large: bool,
+    },
     /// Runs the unit tests of the unsafe code under Miri (nightly).
     Miri,
     /// Runs all tests under the address sanitizer (nightly).
@@ -110,6 +117,7 @@ fn run(command: Command) -> anyhow::Result<()> {
         }
         Command::Server { live } => server::run(live),
         Command::Fuzz { minutes } => nightly::fuzz(minutes),
+        Command::Models { large } => models::run(large),
         Command::Miri => nightly::miri(),
         Command::Asan => nightly::asan(),
         Command::Jit => gpu::jit()?.run(),
