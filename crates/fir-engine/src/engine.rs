@@ -99,7 +99,7 @@ impl Engine {
         };
         Self {
             sched: Scheduler::new(limits, plan.pages, tier, Instant::now()),
-            sampler: Sampler::new(config.max_rows()),
+            sampler: Sampler::new(config.max_rows(), backend.vocab()),
             config,
             backend,
             host,
@@ -331,13 +331,13 @@ impl Engine {
             let most = choice.guesser.worth(&self.sched.cost, base, seq.tokens.len(), room, guess_ms);
             wants.push(Want { id, tokens: &seq.tokens, most });
         }
-        let mut guesses: Vec<(SeqId, Vec<u32>, Vec<u32>)> = Vec::with_capacity(wants.len());
+        let mut guesses = Vec::with_capacity(wants.len());
         match &mut self.drafter {
             Some(drafter) => match drafter.guess(&wants) {
                 Ok(made) => guesses.extend(wants.iter().zip(made).map(|(w, (guess, second))| {
                     let aside = self.choices.get(&w.id).map_or(0, |c| c.guesser.aside(w.most));
                     let other: Vec<u32> = second.into_iter().take(aside).collect();
-                    (w.id, guess, other)
+                    (w.id, w.most, guess, other)
                 })),
                 Err(error) => {
                     // It is of no use, but nothing depends on it.
@@ -350,19 +350,18 @@ impl Engine {
                     let Some(choice) = self.choices.get_mut(&w.id) else { continue };
                     let guess = choice.guesser.guess(w.tokens, w.most);
                     let other = choice.guesser.other(w.tokens, choice.guesser.aside(w.most));
-                    guesses.push((w.id, guess, other));
+                    guesses.push((w.id, w.most, guess, other));
                 }
             }
         }
-        let most: HashMap<SeqId, usize> = wants.iter().map(|w| (w.id, w.most)).collect();
-        for (id, mut drafts, mut other) in guesses {
+        for (id, most, mut drafts, mut other) in guesses {
             self.sched.cut_branch(id);
             let Some(choice) = self.choices.get_mut(&id).filter(|_| !drafts.is_empty()) else { continue };
             choice.chooser.valid_drafts(&mut drafts);
             choice.chooser.valid_drafts(&mut other);
             if !other.is_empty() && other.first() != drafts.first() {
                 // Both, and the last token again, are no more rows than one chain would be.
-                drafts.truncate(most[&id].saturating_sub(1 + other.len()));
+                drafts.truncate(most.saturating_sub(1 + other.len()));
                 self.sched.seq_mut(id).branch.tokens = other;
             }
             self.sched.seq_mut(id).drafts = drafts;

@@ -45,10 +45,12 @@ impl Scheduler {
             let seq = self.seq(id);
             let mut new = take;
             if let Attention::Streaming { sinks, window } = seq.attention {
-                // To the end of a block, and further only while nothing is dropped on the way.
+                // To the end of a block, and further only while nothing is dropped on the way; tokens of an answer that are
+                // computed again, one by one.
                 let further = (sinks + window).saturating_sub(seq.held() + STREAM).min(take.saturating_sub(STREAM));
-                let end = (seq.computed / STREAM + 1 + further / STREAM) * STREAM;
-                new = seq.pending().min(end - seq.computed).min(self.limits.max_tokens - load.tokens);
+                let end = ((seq.computed / STREAM + 1 + further / STREAM) * STREAM).min(seq.prompt);
+                let want = if seq.computed < seq.prompt { end - seq.computed } else { 1 };
+                new = want.min(self.limits.max_tokens - load.tokens);
             } else if new < seq.pending() {
                 new = self.cut(seq, take);
                 if new == 0 && alone && works.is_empty() {
