@@ -123,7 +123,8 @@ fn a_sequence_has_the_same_bits_alone_and_with_others() {
             for (s, &new) in step.iter().enumerate() {
                 tokens.extend(&g.tokens[s + past[s]..s + past[s] + new]);
             }
-            let seqs: Vec<_> = (0..4).map(|s| Seq { new: step[s], past: past[s], pages: &pages[s], ..Seq::default() }).collect();
+            let seqs: Vec<_> =
+                (0..4).map(|s| Seq { new: step[s], past: past[s], pages: &pages[s], ..Seq::default() }).collect();
             let rows: Vec<u32> = (0..tokens.len() as u32).collect();
             let got = bench.step(&Batch { tokens: &tokens, seqs: &seqs, logits: &rows, shared: &[] });
             let mut at = 0;
@@ -228,10 +229,7 @@ fn bad_batches_are_refused_with_the_field_and_the_values() {
 /// Root mean square of the differences, and of what is wanted.
 fn rms(got: &[f32], want: &[f32]) -> (f64, f64) {
     let mean = |x: &mut dyn Iterator<Item = f64>| (x.map(|x| x * x).sum::<f64>() / want.len() as f64).sqrt();
-    (
-        mean(&mut got.iter().zip(want).map(|(a, b)| f64::from(a - b))),
-        mean(&mut want.iter().map(|&x| f64::from(x))),
-    )
+    (mean(&mut got.iter().zip(want).map(|(a, b)| f64::from(a - b))), mean(&mut want.iter().map(|&x| f64::from(x))))
 }
 
 /// Products with blocks quantize activations to 8 bits, with a scale for 256 of them. Numpy with the same roundings loses 1.9

@@ -1,6 +1,6 @@
 //! `cargo xtask bench-llama PYTHON`: a model's steps here and in llama.cpp, on the same GGUF file, in one run.
 //!
-//! Each side is a process that answers a case by tokens per second (`crates/fir-engine/examples/speed.rs`, `benches/llama_cpp.py`
+//! Each side is a process that answers a case by tokens per second (`crates/fir-engine/examples/speed.rs`, `benches/llama.py`
 //! beside it). Samples alternate, so that what else happens on the machine happens to both; ratios are medians of those of
 //! neighbours in time. All of it once more beside processes that keep every core busy.
 
@@ -44,7 +44,7 @@ pub(crate) fn run(python: &str, model: Option<&str>, threads: usize, rounds: usi
     let mut ours = Command::new(binary);
     ours.args([model, "-"]).env("FIR_CPU_THREADS", threads.to_string());
     let mut theirs = Command::new(python);
-    theirs.args(["crates/fir-engine/benches/llama_cpp.py", "speed", model, &threads.to_string()]);
+    theirs.args(["crates/fir-engine/benches/llama.py", "speed", model, &threads.to_string()]);
     let (mut ours, mut theirs) = (Side::start(ours)?, Side::start(theirs)?);
     println!("{model}, {threads} threads, {rounds} rounds\n");
     let quiet = table("alone", &mut ours, &mut theirs, rounds)?;
@@ -60,7 +60,9 @@ pub(crate) fn run(python: &str, model: Option<&str>, threads: usize, rounds: usi
 
 /// Prints a table; our median of each case.
 fn table(name: &str, ours: &mut Side, theirs: &mut Side, rounds: usize) -> Result<Vec<f64>> {
-    println!("| {name} | fir, tokens/s: median (best) | llama.cpp: median (best) | times | wanted |\n|---|---|---|---|---|");
+    println!(
+        "| {name} | fir, tokens/s: median (best) | llama.cpp: median (best) | times | wanted |\n|---|---|---|---|---|"
+    );
     let mut medians = Vec::new();
     for (case, target) in CASES {
         ours.ask(case)?;

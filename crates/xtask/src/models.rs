@@ -54,7 +54,8 @@ const CASES: [Case; 4] = [
 pub(crate) fn run(large: bool) -> Result<()> {
     cargo("build --release -p fir-cli").run()?;
     for case in CASES.iter().filter(|c| large || !c.large) {
-        let args = format!("run --release -q -p fir-cli -- generate --temperature 0 --max-tokens 40 --model {}", case.model);
+        let args =
+            format!("run --release -q -p fir-cli -- generate --temperature 0 --max-tokens 40 --model {}", case.model);
         let raw = if case.raw { ["--raw"].as_slice() } else { &[] };
         let said = cargo(&args).args(raw).args(&[case.prompt]).quiet()?;
         println!("{}\n  {} {}", case.what, case.prompt, said.trim());

@@ -47,7 +47,7 @@ const HELP: &str =
 pub(crate) fn run(options: &Options, out: &mut impl Write) -> Result<bool> {
     let flags = Settings { model: options.model.clone(), max_running: Some(1), ..Settings::default() };
     let settings = resolve(&flags, options.config.as_deref(), &defaults())?.settings;
-    let (backend, _) = start(&settings, Start::Quiet)?;
+    let backend = start(&settings, Start::Quiet)?;
     let stopped = Arc::new(AtomicBool::new(false));
     let flag = stopped.clone();
     let answering = Arc::new(AtomicBool::new(false));

@@ -63,33 +63,46 @@ pub(crate) enum Start {
     Quiet,
 }
 
-/// An engine and its model.
-pub(crate) fn start(settings: &Settings, how: Start) -> Result<(Arc<dyn Backend>, Arc<Model>)> {
+/// A model that settings name.
+pub(crate) fn load(settings: &Settings) -> Result<Arc<Model>> {
     let spec = settings.model.as_deref().context("--model is missing")?;
     let path = fetched(spec)?;
-    let begin = Instant::now();
     let exec = match (Exec::cpu()?, settings.threads) {
         (_, Some(0)) => bail!("--threads 0 must be at least 1"),
         (Exec::Cpu(cpu), Some(threads)) => Exec::cpu_with(cpu.level(), threads)?,
         (exec, _) => exec,
     };
-    let model = Arc::new(Model::load(&exec, &path).with_context(|| format!("loading {spec}"))?);
-    let of = model.config();
-    let name = settings.name.clone().unwrap_or_else(|| served_name(spec));
-    let what = format!("{name} ({}): {} layers of {}, {} tokens of context", of.name, of.layers, of.hidden, of.context);
-    let loud = how == Start::Warm;
-    if loud {
+    Ok(Arc::new(Model::load(&exec, &path).with_context(|| format!("loading {spec}"))?))
+}
+
+/// An engine of the model that settings name.
+pub(crate) fn start(settings: &Settings, how: Start) -> Result<Arc<dyn Backend>> {
+    let begin = Instant::now();
+    let model = load(settings)?;
+    if how == Start::Warm {
+        let (of, name) = (model.config(), name_of(settings));
+        let (layers, hidden, context) = (of.layers, of.hidden, of.context);
+        let what = format!("{name} ({}): {layers} layers of {hidden}, {context} tokens of context", of.name);
         phase("load", begin, &what);
     }
-    let begin = Instant::now();
-    let handle = Engine::start(model.clone(), Config { warm_up: loud, ..config(settings)? })?;
-    if loud {
+    run(model, settings, how)
+}
+
+/// An engine of `model`.
+pub(crate) fn run(model: Arc<Model>, settings: &Settings, how: Start) -> Result<Arc<dyn Backend>> {
+    let (begin, warm_up) = (Instant::now(), how == Start::Warm);
+    let handle = Engine::start(model.clone(), Config { warm_up, ..config(settings)? })?;
+    if warm_up {
         phase("plan", begin, &format!("memory beside the weights, for {} tokens of context:", handle.context()));
         for line in handle.memory().to_string().lines() {
             eprintln!("{:<20}{line}", "");
         }
     }
-    Ok((Arc::new(EngineBackend::new(handle, model.clone(), name)), model))
+    Ok(Arc::new(EngineBackend::new(handle, model, name_of(settings))))
+}
+
+fn name_of(settings: &Settings) -> String {
+    settings.name.clone().unwrap_or_else(|| served_name(settings.model.as_deref().unwrap_or_default()))
 }
 
 /// A name that clients can write: the package, the repository, or the file without its ending.

@@ -6,12 +6,11 @@ use std::sync::atomic::AtomicBool;
 use anyhow::{Result, bail};
 use clap::Args;
 use fir_engine::pull::DEFAULT_MODEL;
-use fir_engine::{Request, Sampling};
-use fir_server::Backend;
-use serde_json::{Map, json};
+use fir_engine::{Model, Request, Sampling};
+use serde_json::json;
 
 use super::answer::stream;
-use super::engine::{Start, defaults, start};
+use super::engine::{self, Start, defaults, load};
 use super::settings::Settings;
 
 /// Options of `fir generate`.
@@ -43,15 +42,18 @@ pub(crate) struct Options {
 }
 
 pub(crate) fn run(options: &Options, out: &mut impl Write) -> Result<bool> {
-    let settings = Settings { model: Some(options.model.clone()), max_running: Some(1), ..defaults() };
-    let (backend, model) = start(&settings, Start::Quiet)?;
-    let prompt = prompt(options, backend.as_ref(), model.chat().is_some())?;
-    let context = backend.model().context;
+    let mut settings = Settings { model: Some(options.model.clone()), max_running: Some(1), ..defaults() };
+    let model = load(&settings)?;
+    let prompt = prompt(options, &model)?;
+    let context = model.config().context;
     if prompt.is_empty() || prompt.len() >= context {
         bail!("the prompt has {} tokens, expected 1 to {}", prompt.len(), context - 1);
     }
     let &Options { max_tokens, temperature, top_p, seed, .. } = options;
     let max_tokens = max_tokens.min(context - prompt.len());
+    // Pages for this answer and no other.
+    settings.context = Some(prompt.len() + max_tokens);
+    let backend = engine::run(model.clone(), &settings, Start::Quiet)?;
     let sampling = Sampling { temperature, top_p, seed, max_tokens, ..Sampling::default() };
     let request = Request { prompt, sampling, ..Request::default() };
     let answer = stream(backend.as_ref(), request, &AtomicBool::new(false), out)?;
@@ -67,17 +69,17 @@ pub(crate) fn run(options: &Options, out: &mut impl Write) -> Result<bool> {
 }
 
 /// The tokens to begin with.
-fn prompt(options: &Options, backend: &dyn Backend, chats: bool) -> Result<Vec<u32>> {
-    if options.raw || !chats {
+fn prompt(options: &Options, model: &Model) -> Result<Vec<u32>> {
+    let Some(chat) = model.chat().filter(|_| !options.raw) else {
         if options.system.is_some() {
             bail!("--system: this model has no chat template");
         }
-        return Ok(backend.encode(&options.prompt, true)?);
-    }
+        return Ok(model.tokenizer().encode(&options.prompt, true)?);
+    };
     let user = json!({"role": "user", "content": options.prompt});
     let messages = match &options.system {
         Some(system) => json!([{"role": "system", "content": system}, user]),
         None => json!([user]),
     };
-    Ok(backend.encode(&backend.render(&messages, None, true, &Map::new())?, false)?)
+    Ok(model.tokenizer().encode(&chat.render(&messages, None, true, None)?, false)?)
 }

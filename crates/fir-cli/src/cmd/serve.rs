@@ -78,10 +78,7 @@ async fn serve(settings: Settings, begin: Instant) -> Result<()> {
     let address = server.address()?;
     let installer = server.installer();
     let (loaded, load) = tokio::sync::oneshot::channel::<Result<Arc<dyn Backend>>>();
-    std::thread::Builder::new().name("load".into()).spawn(move || {
-        let started = start(&settings, Start::Warm).map(|(backend, _)| backend);
-        loaded.send(started).ok()
-    })?;
+    std::thread::Builder::new().name("load".into()).spawn(move || loaded.send(start(&settings, Start::Warm)).ok())?;
     let shutdown = async move {
         tokio::select! {
             _ = terminate.recv() => {}

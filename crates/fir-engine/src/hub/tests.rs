@@ -95,7 +95,8 @@ fn a_repository_comes_whole_however_often_the_connection_breaks() {
     }
     assert_eq!(told.last(), Some(&Progress { done: 600_010, total: Some(600_010) }));
     let asked = std::mem::take(&mut fake.lock().unwrap().asked);
-    let resumed: Vec<u64> = asked.iter().filter_map(|(path, from)| from.filter(|_| path.starts_with("/cdn/"))).collect();
+    let resumed: Vec<u64> =
+        asked.iter().filter_map(|(path, from)| from.filter(|_| path.starts_with("/cdn/"))).collect();
     assert_eq!(resumed, [5, 100_005, 170_005], "it goes on where it stopped");
     // It is here now; and a file of the same repository comes beside it.
     assert_eq!(hub.fetch("hf:org/model", "org/model", &mut |_| {}).unwrap(), folder);

@@ -483,9 +483,7 @@ fn fused_of(c: &ModelConfig) -> Result<Variant, String> {
     }
     let (theta, scale) = (theta as f32, scale as f32);
     let r = Rope { theta, scale, interleave, rotary_dim: Some(rotary), llama31 };
-    let hooks = |_: &mut variant::Declare| {
-        query(variant::rope(r)).key(variant::rope(r)).mask(kv_pos().le(q_pos()))
-    };
+    let hooks = |_: &mut variant::Declare| query(variant::rope(r)).key(variant::rope(r)).mask(kv_pos().le(q_pos()));
     variant::variant("Streaming", hooks).map_err(|e| e.to_string())
 }
 

@@ -206,7 +206,7 @@ impl Scheduler {
             cost: Cost::new(),
             counts: Counts::default(),
             pool: Pool::new(u32::try_from(pages).unwrap_or(u32::MAX)),
-            tree: Tree::new(limits.page_size),
+            tree: Tree::new(limits.page_size).with_room(pages),
             limits,
             tier,
             seqs: Vec::new(),

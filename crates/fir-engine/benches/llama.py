@@ -1,8 +1,8 @@
 """llama.cpp on the same GGUF file, asked the same questions as ours, through PyPI's `llama-cpp-python`.
 
-    python llama_cpp.py speed MODEL [THREADS]           a case per line of stdin (pp512, tg128, tg128x16): tokens per second
-    python llama_cpp.py perplexity MODEL FILE.json      on the pieces that `fir bench perplexity --json` wrote
-    python llama_cpp.py needle MODEL FILE.json          on the prompts that `fir bench needle --json` wrote
+    python llama.py speed MODEL [THREADS]           a case per line of stdin (pp512, tg128, tg128x16): tokens per second
+    python llama.py perplexity MODEL FILE.json      on the pieces that `fir bench perplexity --json` wrote
+    python llama.py needle MODEL FILE.json          on the prompts that `fir bench needle --json` wrote
 
 Built by gcc 12 it dies at its first prompt on a machine with AMX: clang builds it right. Speed is the better of its two
 settings of flash attention, run one after the other.
