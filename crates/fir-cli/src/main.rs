@@ -1,4 +1,4 @@
-//! The command line of fir: `fir generate` answers a prompt, `fir chat` talks, `fir serve` serves a model, `fir bench serve`
+//! The command line of fir: `fir generate` answers a prompt, `fir chat` talks, `fir serve` serves a model, `fir bench`
 //! measures that, `fir pull` fetches a model, `fir demo` shows the library at work in a terminal, `fir tune` fits it to a
 //! machine, `fir jit` compiles kernels ahead of their first use, `fir trace` benchmarks kernels.
 #![forbid(unsafe_code)]
@@ -22,7 +22,7 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Measures a running server
+    /// Measures a running server, or what a model's answers are worth
     #[command(subcommand)]
     Bench(Bench),
     /// Talks with a model in the terminal
@@ -45,6 +45,10 @@ enum Command {
 
 #[derive(Subcommand)]
 enum Bench {
+    /// Hides a number in texts of many lengths, and asks for it
+    Needle(cmd::bench_quality::NeedleOptions),
+    /// Tells how well a text is predicted
+    Perplexity(cmd::bench_quality::PerplexityOptions),
     /// Sends requests at random or recorded times and tells how long tokens took
     Serve(cmd::bench_serve::Options),
 }
@@ -56,6 +60,8 @@ fn main() -> anyhow::Result<ExitCode> {
         fir::jit::on_compile(|kernel, arch| eprintln!("compiling {kernel} for {arch}, once"));
     }
     let done = match command {
+        Command::Bench(Bench::Needle(options)) => cmd::bench_quality::needle(&options, &mut stdout().lock()),
+        Command::Bench(Bench::Perplexity(options)) => cmd::bench_quality::perplexity(&options, &mut stdout().lock()),
         Command::Bench(Bench::Serve(options)) => cmd::bench_serve::run(&options, &mut stdout().lock()),
         Command::Chat(options) => cmd::chat::run(&options, &mut stdout().lock()),
         Command::Demo(options) => cmd::demo::run(&options, style(), &mut stdout().lock()),

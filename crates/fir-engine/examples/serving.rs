@@ -62,7 +62,7 @@ fn ask(name: &str, handle: &Handle, prompts: Vec<Vec<u32>>, max_tokens: usize) -
         .map(|prompt| {
             let (tx, rx) = channel();
             let sampling = Sampling { temperature: 0.0, max_tokens, ignore_eos: true, ..Sampling::default() };
-            let request = Request { prompt, sampling, n: 1, priority: 0, deadline: None, salt: 0 };
+            let request = Request { prompt, sampling, ..Request::default() };
             let sent = handle.submit(request, move |e| tx.send((e, Instant::now())).is_ok());
             (sent.map(|_| ()), rx)
         })

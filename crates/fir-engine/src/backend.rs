@@ -4,6 +4,7 @@
 use std::sync::Arc;
 
 use crate::error::Result;
+use crate::handle::Refused;
 use crate::models::Model;
 use crate::runner::{Batch, KvCache, Runner};
 use crate::tokenizer::Detokenizer;
@@ -42,6 +43,20 @@ impl Backend {
             }
             #[cfg(test)]
             Self::Toy(toy) => toy.hidden(batch),
+        }
+    }
+
+    /// What the model cannot do.
+    pub(crate) fn refused(&self) -> Refused {
+        match self {
+            Self::Model(m) => {
+                let c = m.model.config();
+                let simple = c.mla.is_none() && c.windows.iter().all(Option::is_none);
+                let why = || format!("{} has a window or latent attention, and attends as it does", c.arch);
+                Refused { streaming: m.runner.cannot_stream(), sparse: (!simple).then(why) }
+            }
+            #[cfg(test)]
+            Self::Toy(_) => Refused::default(),
         }
     }
 

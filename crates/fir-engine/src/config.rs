@@ -44,6 +44,8 @@ pub struct Config {
     pub disk_tier: Option<(PathBuf, u64)>,
     /// A step that takes longer makes the engine unhealthy.
     pub stuck_after: Duration,
+    /// Whether every kernel is run once before the engine is ready, so that the first request finds all of it warm.
+    pub warm_up: bool,
 }
 
 impl Default for Config {
@@ -65,6 +67,7 @@ impl Default for Config {
             host_tier: 0,
             disk_tier: None,
             stuck_after: Duration::from_secs(60),
+            warm_up: true,
         }
     }
 }

@@ -17,7 +17,7 @@ use crate::config::{Config, MemoryPlan};
 use crate::error::{Error, Result};
 use crate::handle::{Command, Job, Link, RequestId};
 use crate::kv::tier::Tier;
-use crate::request::{Event, Finish};
+use crate::request::{Attention, Event, Finish};
 use crate::runner::{Batch, Seq, Shared};
 use crate::sampler::{Chooser, Sampler};
 use crate::sched::{self, Scheduler, SeqId, Step, Work};
@@ -99,7 +99,7 @@ impl Engine {
         };
         Self {
             sched: Scheduler::new(limits, plan.pages, tier, Instant::now()),
-            sampler: Sampler::new(config.max_rows()),
+            sampler: Sampler::new(config.max_rows(), backend.vocab()),
             config,
             backend,
             host,
@@ -114,6 +114,10 @@ impl Engine {
         }
     }
 
+    pub(crate) fn warms_up(&self) -> bool {
+        self.config.warm_up
+    }
+
     /// Runs every kernel that serving needs, and learns what steps cost: nothing is compiled or touched first later.
     pub(crate) fn warm_up(&mut self) -> Result<()> {
         let page_size = self.config.page_size;
@@ -121,7 +125,7 @@ impl Engine {
         let pages: Vec<u32> = (0..most.div_ceil(page_size) as u32).collect();
         for (past, new) in [(0, most), (0, most / 2), (most / 2, most / 4), (most - 1, 1), (most / 2, 1), (0, 1)] {
             let tokens = vec![0; new.max(1)];
-            let seqs = [Seq { new: tokens.len(), past, pages: &pages }];
+            let seqs = [Seq { new: tokens.len(), past, pages: &pages, ..Seq::default() }];
             let rows = [tokens.len() as u32 - 1];
             let start = Instant::now();
             self.backend.step(&Batch { tokens: &tokens, seqs: &seqs, logits: &rows, shared: &[] })?;
@@ -130,7 +134,7 @@ impl Engine {
         if self.config.cascade && pages.len() > 2 {
             // The page before is shared; each writes into one of its own.
             let tails = [[pages[0], pages[1]], [pages[0], pages[2]]];
-            let seqs = [0, 1].map(|i| Seq { new: 1, past: page_size, pages: &tails[i] });
+            let seqs = [0, 1].map(|i| Seq { new: 1, past: page_size, pages: &tails[i], ..Seq::default() });
             let shared = [Shared { first: 0, count: 2, len: page_size }];
             self.backend.step(&Batch { tokens: &[0, 0], seqs: &seqs, logits: &[0, 1], shared: &shared })?;
         }
@@ -228,9 +232,12 @@ impl Engine {
         let Job { id, request, sink, grammar, seed, submitted } = job;
         let prompt = request.prompt.len();
         let mut running = Running { sink, seqs: Vec::new(), queued: prompt, submitted };
-        let max_len = (prompt + request.sampling.max_tokens).min(self.link.context);
+        let whole = prompt.saturating_add(request.sampling.max_tokens);
+        let streams = matches!(request.attention, Attention::Streaming { .. });
+        let max_len = if streams { whole } else { whole.min(self.link.context) };
         for index in 0..request.n {
-            let seq = sched::Seq::new(request.prompt.clone(), max_len, request.salt, request.deadline);
+            let mut seq = sched::Seq::new(request.prompt.clone(), max_len, request.salt, request.deadline);
+            seq.attention = request.attention;
             let seq = match self.sched.add(seq, request.priority, submitted) {
                 Ok(seq) => seq,
                 Err(error) => {
@@ -324,26 +331,40 @@ impl Engine {
             let most = choice.guesser.worth(&self.sched.cost, base, seq.tokens.len(), room, guess_ms);
             wants.push(Want { id, tokens: &seq.tokens, most });
         }
-        let guesses = match &mut self.drafter {
-            Some(drafter) => drafter.guess(&wants).unwrap_or_else(|error| {
-                // It is of no use, but nothing depends on it.
-                self.stats.drafter_error = Some(error.to_string());
-                Vec::new()
-            }),
+        let mut guesses = Vec::with_capacity(wants.len());
+        match &mut self.drafter {
+            Some(drafter) => match drafter.guess(&wants) {
+                Ok(made) => guesses.extend(wants.iter().zip(made).map(|(w, (guess, second))| {
+                    let aside = self.choices.get(&w.id).map_or(0, |c| c.guesser.aside(w.most));
+                    let other: Vec<u32> = second.into_iter().take(aside).collect();
+                    (w.id, w.most, guess, other)
+                })),
+                Err(error) => {
+                    // It is of no use, but nothing depends on it.
+                    self.stats.drafter_error = Some(error.to_string());
+                    self.drafter = None;
+                }
+            },
             None => {
-                let mut guess = |w: &Want<'_>| self.choices.get_mut(&w.id).map(|c| c.guesser.guess(w.tokens, w.most));
-                wants.iter().map(|w| guess(w).unwrap_or_default()).collect()
+                for w in &wants {
+                    let Some(choice) = self.choices.get_mut(&w.id) else { continue };
+                    let guess = choice.guesser.guess(w.tokens, w.most);
+                    let other = choice.guesser.other(w.tokens, choice.guesser.aside(w.most));
+                    guesses.push((w.id, w.most, guess, other));
+                }
             }
-        };
-        let ids: Vec<SeqId> = wants.iter().map(|w| w.id).collect();
-        if self.stats.drafter_error.is_some() {
-            self.drafter = None;
         }
-        for (id, mut drafts) in ids.into_iter().zip(guesses) {
-            if let (false, Some(choice)) = (drafts.is_empty(), self.choices.get_mut(&id)) {
-                choice.chooser.valid_drafts(&mut drafts);
-                self.sched.seq_mut(id).drafts = drafts;
+        for (id, most, mut drafts, mut other) in guesses {
+            self.sched.cut_branch(id);
+            let Some(choice) = self.choices.get_mut(&id).filter(|_| !drafts.is_empty()) else { continue };
+            choice.chooser.valid_drafts(&mut drafts);
+            choice.chooser.valid_drafts(&mut other);
+            if !other.is_empty() && other.first() != drafts.first() {
+                // Both, and the last token again, are no more rows than one chain would be.
+                drafts.truncate(most.saturating_sub(1 + other.len()));
+                self.sched.seq_mut(id).branch.tokens = other;
             }
+            self.sched.seq_mut(id).drafts = drafts;
         }
     }
 
@@ -355,13 +376,16 @@ impl Engine {
         self.sampler.clear();
         let (mut at, mut bad) = (0, Vec::new());
         for work in step.works.iter().filter(|w| w.rows > 0) {
-            let rows = &mut logits[at * vocab..(at + work.rows) * vocab];
-            at += work.rows;
             let seq = self.sched.seq(work.id);
             let Some(choice) = self.choices.get_mut(&work.id) else { continue };
             let generated = seq.tokens.len() - seq.prompt;
-            if let Err(error) = self.sampler.push(&mut choice.chooser, rows, vocab, &seq.drafts, generated) {
-                bad.push((work.id, error.to_string()));
+            let chains = [(&seq.drafts, 0, work.rows), (&seq.branch.tokens, 1, work.branch_rows)];
+            for (chain, from, rows) in chains {
+                let logits = &mut logits[at * vocab..(at + rows) * vocab];
+                at += rows;
+                if let Err(error) = self.sampler.push(&mut choice.chooser, logits, vocab, chain, from, generated) {
+                    bad.push((work.id, error.to_string()));
+                }
             }
         }
         self.sampler.draw(&self.host, logits, vocab)?;
@@ -375,7 +399,7 @@ impl Engine {
         let mut past = 0;
         let mut result = Ok(());
         for part in tokens.chunks(self.config.max_step_tokens) {
-            let seqs = [Seq { new: part.len(), past, pages: &pages }];
+            let seqs = [Seq { new: part.len(), past, pages: &pages, ..Seq::default() }];
             match self.backend.hidden(&Batch { tokens: part, seqs: &seqs, logits: &[], shared: &[] }) {
                 Ok((width, states)) => {
                     sum.resize(width, 0.0);

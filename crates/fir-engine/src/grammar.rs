@@ -4,7 +4,7 @@
 //! schema is that request's error.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use llguidance::api::TopLevelGrammar;
 use llguidance::toktrie::{ApproximateTokEnv, TokEnv, TokRxInfo, TokTrie};
@@ -15,6 +15,30 @@ use crate::request::Grammar;
 
 /// Longest text of a grammar, in bytes.
 const MAX_TEXT: usize = 256 << 10;
+
+/// [`Grammars`] that are made when the first is asked for: a vocabulary of 49,152 takes a tenth of a second.
+pub(crate) struct Lazy {
+    make: Box<dyn Fn() -> Result<Option<Grammars>> + Send + Sync>,
+    made: OnceLock<Result<Option<Grammars>, String>>,
+}
+
+impl Lazy {
+    /// `make` gives none for a model without end tokens.
+    pub(crate) fn new(make: impl Fn() -> Result<Option<Grammars>> + Send + Sync + 'static) -> Self {
+        Self { make: Box::new(make), made: OnceLock::new() }
+    }
+
+    pub(crate) fn get(&self) -> Result<&Grammars> {
+        match self.made.get_or_init(|| (self.make)().map_err(|e| e.to_string())) {
+            Ok(Some(grammars)) => Ok(grammars),
+            Ok(None) => {
+                let why = "this model has no end token, so that no grammar can end".into();
+                Err(Error::Request { field: "grammar", why })
+            }
+            Err(why) => Err(Error::Config(why.clone())),
+        }
+    }
+}
 
 /// The vocabulary as bytes, from which grammars are compiled.
 pub(crate) struct Grammars {

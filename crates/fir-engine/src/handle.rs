@@ -12,10 +12,10 @@ use crate::backend::{Backend, Running};
 use crate::config::{Config, MemoryPlan};
 use crate::engine::{Engine, Parts, Sink};
 use crate::error::{Error, Result};
-use crate::grammar::Grammars;
+use crate::grammar::{Grammars, Lazy};
 use crate::kv::tier::Tier;
-use crate::models::{KvLayout, Model};
-use crate::request::{Event, Request};
+use crate::models::Model;
+use crate::request::{Attention, Event, Request};
 use crate::runner::{KvCache, Limits, Runner};
 use crate::sampler::fresh_seed;
 use crate::spec::draft::Drafter;
@@ -25,6 +25,9 @@ use crate::stats::Stats;
 const MAX_N: usize = 128;
 /// Alternatives whose log probabilities can be asked for.
 const MAX_LOGPROBS: usize = 100;
+
+/// Tokens of a context that a streaming request does not keep: a block of its prompt, and the ends of pages.
+const STREAM_ROOM: usize = 128;
 
 /// Names a request that was accepted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -80,6 +83,8 @@ struct State {
 pub(crate) struct Link {
     pub context: usize,
     pub vocab: usize,
+    /// Why the model cannot stream, and why it cannot skip blocks, if so.
+    refused: Refused,
     max_queue: usize,
     max_queue_tokens: usize,
     stuck_after: Duration,
@@ -92,11 +97,19 @@ pub(crate) struct Link {
     next: AtomicU64,
 }
 
+/// Why a model cannot attend as a request asks, if so.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Refused {
+    pub streaming: Option<String>,
+    pub sparse: Option<String>,
+}
+
 impl Link {
-    pub(crate) fn new(config: &Config, context: usize, vocab: usize) -> Self {
+    pub(crate) fn new(config: &Config, context: usize, vocab: usize, refused: Refused) -> Self {
         Self {
             context,
             vocab,
+            refused,
             max_queue: config.max_queue,
             max_queue_tokens: config.max_queue_tokens,
             stuck_after: config.stuck_after,
@@ -147,7 +160,7 @@ impl Link {
 pub struct Handle {
     link: Arc<Link>,
     commands: Arc<Sender<Command>>,
-    grammars: Arc<Option<Grammars>>,
+    grammars: Arc<Lazy>,
     plan: Arc<MemoryPlan>,
 }
 
@@ -158,11 +171,9 @@ impl std::fmt::Debug for Handle {
 }
 
 impl Engine {
-    /// Allocates all that `config` asks for, runs every kernel once, and starts the engine's thread.
-    pub fn start(model: impl Into<Arc<Model>>, mut config: Config) -> Result<Handle> {
+    /// Allocates all that `config` asks for, starts the engine's thread and, unless told not to, runs every kernel once.
+    pub fn start(model: impl Into<Arc<Model>>, config: Config) -> Result<Handle> {
         let model = model.into();
-        // Latent attention reads every sequence by itself.
-        config.cascade &= matches!(model.kv_layout(), KvLayout::Heads { .. });
         config.check()?;
         // Each token of an answer is a sequence of the step's.
         let tokens = config.max_step_tokens;
@@ -190,19 +201,26 @@ impl Engine {
         let kv = kv(&model)?;
         let host = if matches!(model.exec(), Exec::Cpu(_)) { model.exec().clone() } else { Exec::cpu()? };
         let (vocab, eos) = (model.config().vocab, model.config().eos.clone());
-        let tokenizer = model.tokenizer();
-        let text = |id: u32| (id as usize) < tokenizer.vocab() && !tokenizer.is_special(id);
-        let words: Vec<_> = (0..vocab as u32).map(|id| text(id).then(|| tokenizer.token_bytes(id).to_vec())).collect();
-        let grammars = if eos.is_empty() { None } else { Some(Grammars::new(&words, &eos)?) };
+        let (ends, of) = (eos.clone(), Arc::clone(&model));
+        let grammars = Lazy::new(move || {
+            let tokenizer = of.tokenizer();
+            let text = |id: u32| (id as usize) < tokenizer.vocab() && !tokenizer.is_special(id);
+            let words = (0..vocab as u32).map(|id| text(id).then(|| tokenizer.token_bytes(id).to_vec()));
+            let words: Vec<_> = words.collect();
+            if ends.is_empty() { Ok(None) } else { Grammars::new(&words, &ends).map(Some) }
+        });
+        if config.warm_up && !eos.is_empty() {
+            grammars.get()?;
+        }
         let backend = Backend::Model(Box::new(Running { model, kv, runner }));
         launch(config, Parts { backend, drafter, plan, eos, host }, grammars)
     }
 }
 
 /// Starts the thread; returns when the first steps have run.
-pub(crate) fn launch(config: Config, parts: Parts, grammars: Option<Grammars>) -> Result<Handle> {
+pub(crate) fn launch(config: Config, parts: Parts, grammars: Lazy) -> Result<Handle> {
     let plan = Arc::new(parts.plan.clone());
-    let link = Arc::new(Link::new(&config, plan.context, parts.backend.vocab()));
+    let link = Arc::new(Link::new(&config, plan.context, parts.backend.vocab(), parts.backend.refused()));
     let (commands, inbox) = channel();
     let commands = Arc::new(commands);
     let waker = Arc::downgrade(&commands);
@@ -217,7 +235,7 @@ pub(crate) fn launch(config: Config, parts: Parts, grammars: Option<Grammars>) -
     std::thread::Builder::new()
         .name("fir-engine".into())
         .spawn(move || {
-            let warm = engine.warm_up();
+            let warm = if engine.warms_up() { engine.warm_up() } else { Ok(()) };
             let good = warm.is_ok();
             if ready.send(warm).is_ok() && good {
                 engine.run(&inbox);
@@ -237,12 +255,9 @@ impl Handle {
     pub fn submit(&self, request: Request, sink: impl FnMut(Event) -> bool + Send + 'static) -> Result<RequestId> {
         self.check(&request)?;
         let submitted = Instant::now();
-        let grammar = match (&request.sampling.grammar, &*self.grammars) {
-            (None, _) => None,
-            (Some(grammar), Some(grammars)) => Some(grammars.compile(grammar)?),
-            (Some(_), None) => {
-                return Err(bad("grammar", "this model has no end token, so that no grammar can end".into()));
-            }
+        let grammar = match &request.sampling.grammar {
+            None => None,
+            Some(grammar) => Some(self.grammars.get()?.compile(grammar)?),
         };
         let tokens = request.prompt.len();
         let mut state = self.link.state();
@@ -354,9 +369,34 @@ impl Handle {
         }
     }
 
+    fn check_attention(&self, attention: Attention) -> Result<()> {
+        let wrong = |why: String| Err(bad("attention", why));
+        let refused = match attention {
+            Attention::Full => None,
+            Attention::Streaming { .. } => self.link.refused.streaming.clone(),
+            Attention::Sparse(_) => self.link.refused.sparse.clone(),
+        };
+        match (attention, refused) {
+            (_, Some(why)) => wrong(why),
+            (Attention::Streaming { sinks, window }, _) => {
+                // What is being computed is in the pages too.
+                let most = self.link.context.saturating_sub(STREAM_ROOM);
+                if window == 0 || sinks.saturating_add(window) > most {
+                    let want = format!("a window of 1 token at least, and {most} with the sinks at most");
+                    return wrong(format!("has {sinks} sinks and a window of {window}, expected {want}"));
+                }
+                Ok(())
+            }
+            (Attention::Sparse(s), _) if s.block == 0 => wrong("has blocks of 0 tokens, expected 1 or more".into()),
+            _ => Ok(()),
+        }
+    }
+
     fn check(&self, request: &Request) -> Result<()> {
         // One token at least must fit behind the prompt.
-        self.check_tokens("prompt", &request.prompt, self.link.context - 1)?;
+        let room = if let Attention::Streaming { .. } = request.attention { usize::MAX } else { self.link.context - 1 };
+        self.check_tokens("prompt", &request.prompt, room)?;
+        self.check_attention(request.attention)?;
         let s = &request.sampling;
         let range = |field, ok: bool, got: String, want: &str| match ok {
             true => Ok(()),

@@ -21,6 +21,7 @@ pub mod engine;
 pub mod error;
 mod grammar;
 pub mod handle;
+mod hub;
 mod kv;
 mod layers;
 pub mod models;
@@ -42,8 +43,8 @@ pub use crate::{
     error::{Error, Result},
     handle::{Handle, Health, RequestId},
     models::{KvLayout, Model, ModelConfig},
-    request::{Event, Finish, Grammar, Logprob, Request, Sampling, TokenLogprobs, Usage},
-    runner::{Batch, KvCache, KvType, Limits, Runner, Seq, Shared},
+    request::{Attention, Event, Finish, Grammar, Logprob, Request, Sampling, TokenLogprobs, Usage},
+    runner::{Batch, KvCache, KvType, Limits, Rule, Runner, Seq, Shared, Sparse},
     stats::{Histogram, Stats, TierStats},
     tokenizer::{Detokenizer, Tokenizer},
 };

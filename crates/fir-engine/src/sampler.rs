@@ -58,10 +58,18 @@ impl Chooser {
         }
     }
 
-    /// Changes rows of logits, of the next token and of those after each of `drafts`, by all that is not a filter.
-    pub(crate) fn prepare(&mut self, rows: &mut [f32], vocab: usize, drafts: &[u32], generated: usize) -> Result<()> {
+    /// Changes rows of logits, of the tokens after the first `from` of `drafts`, after one more, and so on, by all that is
+    /// not a filter.
+    pub(crate) fn prepare(
+        &mut self,
+        rows: &mut [f32],
+        vocab: usize,
+        drafts: &[u32],
+        from: usize,
+        generated: usize,
+    ) -> Result<()> {
         let mut ahead = None;
-        for (i, row) in rows.chunks_exact_mut(vocab).enumerate() {
+        for (i, row) in (from..).zip(rows.chunks_exact_mut(vocab)) {
             self.penalize(row, &drafts[..i]);
             for &(id, bias) in &self.sampling.logit_bias {
                 row[id as usize] += bias;
@@ -76,8 +84,11 @@ impl Chooser {
                     let matcher = match i {
                         0 => grammar,
                         _ => {
-                            let matcher = ahead.get_or_insert_with(|| grammar.clone());
-                            matcher.consume_token(drafts[i - 1]).map_err(broken)?;
+                            let (matcher, taken) = ahead.get_or_insert_with(|| (grammar.clone(), 0));
+                            for &id in &drafts[*taken..i] {
+                                matcher.consume_token(id).map_err(broken)?;
+                            }
+                            *taken = i;
                             matcher
                         }
                     };
@@ -170,12 +181,13 @@ pub(crate) struct Sampler {
     pub out: Vec<i32>,
     /// Whether the row was a distribution.
     valid: Vec<Bool>,
-    /// Logits as the model gave them, of rows whose request asks for log probabilities.
-    raw: HashMap<usize, Vec<f32>>,
+    /// Logits as the model gave them, of rows whose request asks for log probabilities, and which row each is.
+    raw: Vec<f32>,
+    raw_rows: Vec<usize>,
 }
 
 impl Sampler {
-    pub(crate) fn new(rows: usize) -> Self {
+    pub(crate) fn new(rows: usize, vocab: usize) -> Self {
         Self {
             temperature: Vec::with_capacity(rows),
             top_k: Vec::with_capacity(rows),
@@ -184,7 +196,8 @@ impl Sampler {
             rng: Vec::with_capacity(rows),
             out: Vec::with_capacity(rows),
             valid: Vec::with_capacity(rows),
-            raw: HashMap::new(),
+            raw: Vec::with_capacity(rows * vocab),
+            raw_rows: Vec::with_capacity(rows),
         }
     }
 
@@ -195,21 +208,24 @@ impl Sampler {
         self.min_p.clear();
         self.rng.clear();
         self.raw.clear();
+        self.raw_rows.clear();
     }
 
-    /// Adds the rows of one sequence, as the model gave them: the next token, and one after each of `drafts`.
+    /// Adds rows of one sequence, as the model gave them: after the first `from` of `drafts`, after one more, and so on.
     pub(crate) fn push(
         &mut self,
         chooser: &mut Chooser,
         rows: &mut [f32],
         vocab: usize,
         drafts: &[u32],
+        from: usize,
         generated: usize,
     ) -> Result<()> {
         let s = &chooser.sampling;
-        for (i, row) in rows.chunks_exact(vocab).enumerate() {
+        for (i, row) in (from..).zip(rows.chunks_exact(vocab)) {
             if s.logprobs.is_some() {
-                self.raw.insert(self.rng.len(), row.to_vec());
+                self.raw.extend_from_slice(row);
+                self.raw_rows.push(self.rng.len());
             }
             self.temperature.push(s.temperature);
             self.top_k.push(if s.top_k == 0 { u32::MAX } else { s.top_k });
@@ -217,7 +233,7 @@ impl Sampler {
             self.min_p.push(s.min_p);
             self.rng.push(RngState { seed: chooser.seed, offset: (generated + i) as u64 });
         }
-        chooser.prepare(rows, vocab, drafts, generated)
+        chooser.prepare(rows, vocab, drafts, from, generated)
     }
 
     /// Draws a token for each row pushed since `clear`.
@@ -254,7 +270,9 @@ impl Sampler {
 
     /// Log probabilities of a row's token and the `top` likeliest, if its request asked for them.
     pub(crate) fn logprobs(&self, row: usize, top: Option<usize>) -> Option<TokenLogprobs> {
-        let (logits, top) = (self.raw.get(&row)?, top?);
+        let (at, top) = (self.raw_rows.binary_search(&row).ok()?, top?);
+        let vocab = self.raw.len() / self.raw_rows.len();
+        let logits = &self.raw[at * vocab..(at + 1) * vocab];
         let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         let sum: f64 = logits.iter().map(|&l| f64::from(l - max).exp()).sum();
         let total = f64::from(max) + sum.ln();
@@ -283,9 +301,9 @@ mod tests {
 
     fn draw(choosers: &mut [Chooser], mut rows: Vec<f32>, generated: usize) -> (Vec<i32>, Vec<Option<TokenLogprobs>>) {
         let exec = Exec::cpu().unwrap();
-        let mut sampler = Sampler::new(choosers.len());
+        let mut sampler = Sampler::new(choosers.len(), VOCAB);
         for (chooser, row) in choosers.iter_mut().zip(rows.chunks_exact_mut(VOCAB)) {
-            sampler.push(chooser, row, VOCAB, &[], generated).unwrap();
+            sampler.push(chooser, row, VOCAB, &[], 0, generated).unwrap();
         }
         sampler.draw(&exec, &rows, VOCAB).unwrap();
         assert!((0..choosers.len()).all(|row| sampler.valid(row)));
@@ -366,8 +384,11 @@ mod tests {
         let exec = Exec::cpu().unwrap();
         let drafts = [9, 9, 4];
         let mut rows: Vec<f32> = (0..4).flat_map(logits).collect();
-        let mut sampler = Sampler::new(4);
-        sampler.push(&mut new(), &mut rows, VOCAB, &drafts, 5).unwrap();
+        let mut sampler = Sampler::new(4, VOCAB);
+        // In two parts, as branches come.
+        let (first, rest) = rows.split_at_mut(2 * VOCAB);
+        sampler.push(&mut new(), first, VOCAB, &drafts, 0, 5).unwrap();
+        sampler.push(&mut new(), rest, VOCAB, &drafts, 2, 5).unwrap();
         sampler.draw(&exec, &rows, VOCAB).unwrap();
         let mut chooser = new();
         for (i, &want) in sampler.out.iter().enumerate() {

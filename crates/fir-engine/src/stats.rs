@@ -101,6 +101,8 @@ pub struct Stats {
     pub drafted_tokens: u64,
     /// Of those, right.
     pub accepted_tokens: u64,
+    /// Times that a second chain of guesses was right where the first was not.
+    pub branches_taken: u64,
     /// Why the small model guesses no more, if it failed.
     pub drafter_error: Option<String>,
     /// What lies below the pool.

@@ -8,12 +8,17 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
 use fir::Exec;
-use fir_engine::{Config, Engine, Event, Grammar, Handle, Health, KvType, Model, Request, Sampling, Stats};
+use fir_engine::{
+    Attention, Config, Engine, Event, Grammar, Handle, Health, KvType, Model, Request, Sampling, Sparse, Stats,
+};
 
 const FAMILIES: [&str; 8] = ["llama", "llama-tied", "qwen2", "qwen3", "qwen3-moe", "gemma3", "deepseek2", "deepseek3"];
 
 fn model(family: &str) -> Arc<Model> {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(family);
+    let mut path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(family);
+    if family.starts_with("gguf") {
+        path.set_extension("gguf");
+    }
     Arc::new(Model::load(&Exec::cpu().unwrap(), &path).unwrap())
 }
 
@@ -63,7 +68,7 @@ fn varied(i: usize, vocab: usize) -> Request {
         ..Sampling::default()
     };
     let prompt = (0..30 + i % 23).map(|t| if t < 24 { t * 5 + i % 3 } else { t * 7 + i } % (vocab - 3) + 3);
-    Request { prompt: prompt.map(|t| t as u32).collect(), sampling, n: 1 + i % 2, priority: 0, deadline: None, salt: 0 }
+    Request { prompt: prompt.map(|t| t as u32).collect(), sampling, n: 1 + i % 2, ..Request::default() }
 }
 
 fn run(model: &Arc<Model>, config: Config, together: bool) -> (Vec<Vec<Vec<u32>>>, Stats) {
@@ -152,7 +157,82 @@ fn grammars_embeddings_and_a_plan_of_memory() {
     let tiny = Engine::start(Arc::clone(&model), Config { memory: Some(1000), ..config() }).unwrap_err().to_string();
     assert!(tiny.contains("memory is 1000 bytes, expected"), "{tiny}");
     let sampling = Sampling { grammar: Some(Grammar::Regex("(".into())), ..Sampling::default() };
-    let bad = Request { prompt: vec![5], sampling, n: 1, priority: 0, deadline: None, salt: 0 };
+    let bad = Request { prompt: vec![5], sampling, ..Request::default() };
     assert!(handle.submit(bad, |_| true).unwrap_err().to_string().starts_with("`grammar`: "));
     assert!(handle.drain(std::time::Duration::from_secs(1)));
+}
+
+#[test]
+fn a_shared_prefix_changes_no_bit_of_what_models_of_bf16_say() {
+    for family in ["gguf/llama", "gguf/qwen2", "gguf/gemma3"] {
+        let model = model(family);
+        let run = |share: bool, cascade: bool| {
+            let config = Config {
+                memory: Some(200 << 20),
+                kv_type: KvType::Bf16,
+                page_size: 16,
+                prefix_cache: share,
+                cascade,
+                ..config()
+            };
+            let handle = Engine::start(Arc::clone(&model), config).unwrap();
+            let ask = |i: u32| {
+                let prompt = (0..700).map(|t| 2 + t * 31 % 94).chain((0..20).map(|t| 2 + (t * i + i) % 94)).collect();
+                let sampling = Sampling {
+                    temperature: 0.0,
+                    max_tokens: 24,
+                    ignore_eos: true,
+                    logprobs: Some(1),
+                    ..Sampling::default()
+                };
+                submit(&handle, Request { prompt, sampling, ..Request::default() })
+            };
+            let all: Vec<_> = (0..24).map(ask).collect();
+            let tell = |event| match event {
+                Event::Token { id, logprobs, .. } => Some((id, logprobs.unwrap().chosen.logprob.to_bits())),
+                Event::Finished { .. } => None,
+                Event::Failed(why) => panic!("{why}"),
+            };
+            let answers: Vec<Vec<_>> = all.into_iter().map(|e| e.into_iter().filter_map(tell).collect()).collect();
+            (answers, handle.stats())
+        };
+        let (want, flat) = run(false, false);
+        let (got, shared) = run(true, true);
+        let wrong = (0..24).filter(|&i| got[i] != want[i]).count();
+        assert_eq!(wrong, 0, "{family}: answers that differ");
+        assert!(shared.cascade_groups > 0 && shared.kv_bytes_read < shared.kv_bytes_flat, "{family}: {shared:?}");
+        assert_eq!(flat.cascade_groups, 0);
+        assert!(shared.computed_tokens < flat.computed_tokens / 4, "{family}: {shared:?}");
+    }
+}
+
+#[test]
+fn streaming_and_sparse_requests_run_beside_others() {
+    let model = model("llama");
+    let vocab = model.config().vocab;
+    let streaming = Attention::Streaming { sinks: 4, window: 40 };
+    // All blocks, so that the answer is the model's own.
+    let sparse = Attention::Sparse(Sparse { block: 16, sinks: 1, local: 1, stride: 1 });
+    let ask = |i: usize| {
+        let mut request = Request { n: 1, ..varied(i, vocab) };
+        request.attention = [streaming, sparse, Attention::Full][i % 3];
+        if i.is_multiple_of(3) {
+            // Longer than the model's context of 256.
+            request.prompt = (0..320).map(|t| (3 + (t * 7 + i) % (vocab - 3)) as u32).collect();
+        }
+        request
+    };
+    let alone: Vec<_> = {
+        let handle = Engine::start(Arc::clone(&model), config()).unwrap();
+        (0..12).map(|i| tokens(submit(&handle, ask(i)))).collect()
+    };
+    let handle = Engine::start(Arc::clone(&model), config()).unwrap();
+    let all: Vec<_> = (0..12).map(|i| submit(&handle, ask(i))).collect();
+    let together: Vec<_> = all.into_iter().map(tokens).collect();
+    assert_eq!(together, alone);
+    let full = Request { attention: Attention::Full, ..ask(1) };
+    assert_eq!(tokens(submit(&handle, full)), alone[1]);
+    let gemma = Engine::start(self::model("gemma3"), config()).unwrap();
+    let said = gemma.submit(ask(0), |_| true).unwrap_err().to_string();
+    assert!(said.starts_with("`attention`: ") && said.contains("gemma3"), "{said}");
 }

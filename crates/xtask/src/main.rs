@@ -4,8 +4,10 @@
 
 mod bench;
 mod bench_cpu;
+mod bench_llama;
 mod deny;
 mod gpu;
+mod models;
 mod nightly;
 mod python;
 mod server;
@@ -43,11 +45,31 @@ enum Command {
         #[arg(long)]
         update: bool,
     },
+    /// Times a model's prompts and answers beside llama.cpp's, alone and beside busy processes.
+    BenchLlama {
+        /// A Python that has `llama-cpp-python`, built so that its AMX code runs.
+        python: String,
+        /// A GGUF file; the default model if none is given.
+        #[arg(long)]
+        model: Option<String>,
+        /// Threads of both.
+        #[arg(long, default_value_t = 2)]
+        threads: usize,
+        /// Samples of each case.
+        #[arg(long, default_value_t = 7)]
+        rounds: usize,
+    },
     /// Fuzzes the public API under the address sanitizer (nightly).
     Fuzz {
         /// How long.
         #[arg(default_value_t = 10)]
         minutes: u64,
+    },
+    /// Fetches real models, half a gigabyte at most each, and asks them something that they know.
+    Models {
+        /// Also those of more than that.
+        #[arg(long)]
+        large: bool,
     },
     /// Runs the unit tests of the unsafe code under Miri (nightly).
     Miri,
@@ -90,8 +112,12 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Deny => deny::run(true),
         Command::Bench { op, update } => bench::run(op.as_deref(), update),
         Command::BenchCpu { filter, quick, update } => bench_cpu::run(filter.as_deref(), quick, update),
+        Command::BenchLlama { python, model, threads, rounds } => {
+            bench_llama::run(&python, model.as_deref(), threads, rounds)
+        }
         Command::Server { live } => server::run(live),
         Command::Fuzz { minutes } => nightly::fuzz(minutes),
+        Command::Models { large } => models::run(large),
         Command::Miri => nightly::miri(),
         Command::Asan => nightly::asan(),
         Command::Jit => gpu::jit()?.run(),

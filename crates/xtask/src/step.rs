@@ -30,6 +30,13 @@ impl Step {
         Self { command, shown: format!("{name} {args}") }
     }
 
+    /// Adds arguments that may have spaces in them.
+    pub(crate) fn args(mut self, args: &[&str]) -> Self {
+        self.command.args(args);
+        args.iter().for_each(|a| self.shown += &format!(" {a:?}"));
+        self
+    }
+
     /// Sets an environment variable.
     pub(crate) fn env(mut self, name: &str, value: &str) -> Self {
         self.command.env(name, value);

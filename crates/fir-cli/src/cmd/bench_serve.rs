@@ -75,6 +75,9 @@ pub(crate) fn run(options: &Options, out: &mut impl Write) -> Result<bool> {
     Ok(report.failed() == 0)
 }
 
+/// How long a server may take to load its model.
+const PATIENCE: Duration = Duration::from_secs(120);
+
 /// Text whose tokens prompts are made of.
 const TEXT: &str = "The river had been rising since morning, and by noon the lower fields were under water. Nobody in \
 the village remembered such a spring. The miller counted his sacks twice, the schoolmaster sent the children home, and \
@@ -82,7 +85,15 @@ the ferryman tied his boat to the church gate, where it knocked against the ston
 
 async fn load(options: &Options, arrivals: &[Arrival]) -> Result<(Vec<Outcome>, Duration)> {
     let client = Arc::new(Client::new(&options.url, options.api_key.as_deref())?);
-    let told = client.post("/tokenize", &json!({"prompt": TEXT, "add_special_tokens": false})).await?;
+    let ask = json!({"prompt": TEXT, "add_special_tokens": false});
+    let mut told = client.post("/tokenize", &ask).await;
+    // A server that has just been started is still loading its model.
+    let patience = Instant::now() + PATIENCE;
+    while told.as_ref().is_err_and(|e| e.to_string().contains("503")) && Instant::now() < patience {
+        tokio::time::sleep(Duration::from_millis(250)).await;
+        told = client.post("/tokenize", &ask).await;
+    }
+    let told = told?;
     let words: Vec<Value> = told["tokens"].as_array().cloned().unwrap_or_default();
     if words.is_empty() {
         bail!("{}: /tokenize gave no tokens: {told}", options.url);

@@ -4,16 +4,15 @@ use std::io::{BufRead, IsTerminal, Write, stderr, stdin};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::channel;
-use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use clap::Args;
-use fir_engine::{Event, Request, Sampling};
+use fir_engine::{Request, Sampling};
 use fir_server::Backend;
 use serde_json::{Map, Value, json};
 
-use super::engine::start;
+use super::answer::stream;
+use super::engine::{Start, start};
 use super::serve::defaults;
 use super::settings::{Settings, resolve};
 
@@ -46,9 +45,9 @@ const HELP: &str =
     "/reset begins anew, /system TEXT sets what the model is told, /exit or Ctrl-D ends; Ctrl-C stops an answer";
 
 pub(crate) fn run(options: &Options, out: &mut impl Write) -> Result<bool> {
-    let flags = Settings { model: options.model.clone(), ..Settings::default() };
+    let flags = Settings { model: options.model.clone(), max_running: Some(1), ..Settings::default() };
     let settings = resolve(&flags, options.config.as_deref(), &defaults())?.settings;
-    let backend = start(&settings)?;
+    let backend = start(&settings, Start::Quiet)?;
     let stopped = Arc::new(AtomicBool::new(false));
     let flag = stopped.clone();
     let answering = Arc::new(AtomicBool::new(false));
@@ -123,48 +122,17 @@ impl Chat<'_> {
         let room = backend.model().context.saturating_sub(prompt.len());
         let Options { temperature, top_p, seed, max_tokens, .. } = *self.options;
         let sampling = Sampling { temperature, top_p, seed, max_tokens: max_tokens.min(room), ..Sampling::default() };
-        let request = Request { prompt, sampling, n: 1, priority: 0, deadline: None, salt: 0 };
-        let (sender, events) = channel();
-        let begin = Instant::now();
-        let abort = backend.submit(request, Box::new(move |event| sender.send(event).is_ok()))?;
-        let (mut answer, mut first, mut count) = (String::new(), None, 0usize);
-        let mut aborted = false;
-        let usage = loop {
-            if stopped.load(Ordering::SeqCst) && !aborted {
-                abort();
-                aborted = true;
-            }
-            let event = match events.recv_timeout(Duration::from_millis(20)) {
-                Ok(event) => event,
-                Err(std::sync::mpsc::RecvTimeoutError::Timeout) => continue,
-                Err(_) => break None,
-            };
-            match event {
-                Event::Token { text, .. } => {
-                    first.get_or_insert_with(Instant::now);
-                    count += 1;
-                    write!(out, "{text}")?;
-                    out.flush()?;
-                    answer += &text;
-                }
-                Event::Finished { text, usage, .. } => {
-                    writeln!(out, "{text}")?;
-                    answer += &text;
-                    break Some(usage);
-                }
-                Event::Failed(why) => return Err(fir_engine::Error::Stopped(why).into()),
-            }
-        };
-        self.messages.extend([user, json!({"role": "assistant", "content": answer})]);
-        let first = first.unwrap_or(begin);
-        let usage = usage.unwrap_or_default();
-        let rate = count.saturating_sub(1) as f64 / first.elapsed().as_secs_f64().max(1e-9);
+        let request = Request { prompt, sampling, ..Request::default() };
+        let answer = stream(backend, request, stopped, out)?;
+        self.messages.extend([user, json!({"role": "assistant", "content": answer.text})]);
         Ok(format!(
-            "[{count} tokens at {rate:.0}/s, the first after {:.0} ms; {} of {} prompt tokens were cached{}]",
-            (first - begin).as_secs_f64() * 1e3,
-            usage.cached,
-            usage.prompt,
-            if aborted { "; stopped" } else { "" }
+            "[{} tokens at {:.0}/s, the first after {:.0} ms; {} of {} prompt tokens were cached{}]",
+            answer.usage.generated,
+            answer.rate(),
+            answer.first.as_secs_f64() * 1e3,
+            answer.usage.cached,
+            answer.usage.prompt,
+            if answer.stopped { "; stopped" } else { "" }
         ))
     }
 }

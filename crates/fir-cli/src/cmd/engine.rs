@@ -54,28 +54,55 @@ fn config(settings: &Settings) -> Result<Config> {
     })
 }
 
-/// An engine that has run its first steps. Each phase is a line on stderr: what, how long, with which result.
-pub(crate) fn start(settings: &Settings) -> Result<Arc<dyn Backend>> {
+/// How an engine starts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Start {
+    /// Its first steps have run; each phase is a line on stderr: what, how long, with which result.
+    Warm,
+    /// As soon as it can, and silently: for one answer.
+    Quiet,
+}
+
+/// A model that settings name.
+pub(crate) fn load(settings: &Settings) -> Result<Arc<Model>> {
     let spec = settings.model.as_deref().context("--model is missing")?;
     let path = fetched(spec)?;
-    let begin = Instant::now();
     let exec = match (Exec::cpu()?, settings.threads) {
         (_, Some(0)) => bail!("--threads 0 must be at least 1"),
         (Exec::Cpu(cpu), Some(threads)) => Exec::cpu_with(cpu.level(), threads)?,
         (exec, _) => exec,
     };
-    let model = Arc::new(Model::load(&exec, &path).with_context(|| format!("loading {spec}"))?);
-    let of = model.config();
-    let name = settings.name.clone().unwrap_or_else(|| served_name(spec));
-    let what = format!("{name} ({}): {} layers of {}, {} tokens of context", of.name, of.layers, of.hidden, of.context);
-    phase("load", begin, &what);
+    Ok(Arc::new(Model::load(&exec, &path).with_context(|| format!("loading {spec}"))?))
+}
+
+/// An engine of the model that settings name.
+pub(crate) fn start(settings: &Settings, how: Start) -> Result<Arc<dyn Backend>> {
     let begin = Instant::now();
-    let handle = Engine::start(model.clone(), config(settings)?)?;
-    phase("plan", begin, &format!("memory beside the weights, for {} tokens of context:", handle.context()));
-    for line in handle.memory().to_string().lines() {
-        eprintln!("{:<20}{line}", "");
+    let model = load(settings)?;
+    if how == Start::Warm {
+        let (of, name) = (model.config(), name_of(settings));
+        let (layers, hidden, context) = (of.layers, of.hidden, of.context);
+        let what = format!("{name} ({}): {layers} layers of {hidden}, {context} tokens of context", of.name);
+        phase("load", begin, &what);
     }
-    Ok(Arc::new(EngineBackend::new(handle, model, name)))
+    run(model, settings, how)
+}
+
+/// An engine of `model`.
+pub(crate) fn run(model: Arc<Model>, settings: &Settings, how: Start) -> Result<Arc<dyn Backend>> {
+    let (begin, warm_up) = (Instant::now(), how == Start::Warm);
+    let handle = Engine::start(model.clone(), Config { warm_up, ..config(settings)? })?;
+    if warm_up {
+        phase("plan", begin, &format!("memory beside the weights, for {} tokens of context:", handle.context()));
+        for line in handle.memory().to_string().lines() {
+            eprintln!("{:<20}{line}", "");
+        }
+    }
+    Ok(Arc::new(EngineBackend::new(handle, model, name_of(settings))))
+}
+
+fn name_of(settings: &Settings) -> String {
+    settings.name.clone().unwrap_or_else(|| served_name(settings.model.as_deref().unwrap_or_default()))
 }
 
 /// A name that clients can write: the package, the repository, or the file without its ending.

@@ -1,5 +1,7 @@
 //! The subcommands.
 
+mod answer;
+pub(crate) mod bench_quality;
 pub(crate) mod bench_serve;
 pub(crate) mod chat;
 pub(crate) mod demo;

@@ -10,7 +10,7 @@ use clap::Args;
 use fir_server::{Backend, Config, Limits, Server};
 use tokio::signal::unix::{SignalKind, signal};
 
-use super::engine::start;
+use super::engine::{Start, start};
 use super::settings::{Settings, Size, resolve};
 
 /// Options of `fir serve`.
@@ -78,7 +78,7 @@ async fn serve(settings: Settings, begin: Instant) -> Result<()> {
     let address = server.address()?;
     let installer = server.installer();
     let (loaded, load) = tokio::sync::oneshot::channel::<Result<Arc<dyn Backend>>>();
-    std::thread::Builder::new().name("load".into()).spawn(move || loaded.send(start(&settings)).ok())?;
+    std::thread::Builder::new().name("load".into()).spawn(move || loaded.send(start(&settings, Start::Warm)).ok())?;
     let shutdown = async move {
         tokio::select! {
             _ = terminate.recv() => {}

@@ -16,6 +16,9 @@ impl Engine {
         for work in &step.works {
             let first = row;
             row += work.rows;
+            let behind = row;
+            // Of a sequence that is gone, too: rows are counted by the batch.
+            row += work.branch_rows;
             // Its caller may have gone while another of its continuations was told.
             if !self.choices.contains_key(&work.id) {
                 continue;
@@ -28,24 +31,36 @@ impl Engine {
                 self.sched.advance(work.id, work.new, &[]);
                 continue;
             }
-            let drafts = std::mem::take(&mut self.sched.seq_mut(work.id).drafts);
-            let drawn = &self.sampler.out[first..row];
-            let right = drafts.iter().zip(drawn).take_while(|(d, t)| **d as i32 == **t).count();
-            let next: Vec<u32> = drawn[..=right].iter().map(|&t| t as u32).collect();
+            let seq = self.sched.seq_mut(work.id);
+            let (drafts, other) = (std::mem::take(&mut seq.drafts), std::mem::take(&mut seq.branch.tokens));
+            let guessed = drafts.len() + work.branch_rows;
+            let drawn = |row: usize| self.sampler.out[row] as u32;
+            // The chain that begins with what was drawn; rows after its first token stand in another place.
+            let aside = work.branch_rows > 0 && other[0] == drawn(first);
+            let (chain, rows) = if aside { (&other, behind - 1) } else { (&drafts, first) };
+            let row_of = |i: usize| if i == 0 { first } else { rows + i };
+            let right = chain.iter().enumerate().take_while(|&(i, &d)| d == drawn(row_of(i))).count();
             if let Some(choice) = self.choices.get_mut(&work.id)
-                && !drafts.is_empty()
+                && guessed > 0
             {
-                choice.guesser.learn(drafts.len(), right);
-                self.stats.drafted_tokens += drafts.len() as u64;
+                choice.guesser.learn(drafts.len(), if aside { 0 } else { right });
+                self.stats.drafted_tokens += guessed as u64;
                 self.stats.accepted_tokens += right as u64;
+                self.stats.branches_taken += u64::from(aside);
+            }
+            if aside {
+                self.sched.take_branch(work.id);
+            } else {
+                self.sched.cut_branch(work.id);
             }
             self.sched.advance(work.id, work.new - drafts.len(), &[]);
-            for (i, id) in next.into_iter().enumerate() {
+            for i in 0..=right {
                 // The token before it was guessed right, so that its KV is there.
                 if i > 0 {
                     self.sched.advance(work.id, 1, &[]);
                 }
-                if !self.take(work.id, id, first + i) {
+                let row = row_of(i);
+                if !self.take(work.id, self.sampler.out[row] as u32, row) {
                     break;
                 }
             }

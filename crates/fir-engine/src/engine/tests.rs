@@ -3,9 +3,9 @@
 use super::*;
 use crate::backend::Toy;
 use crate::config::MemoryPlan;
-use crate::grammar::Grammars;
+use crate::grammar::{Grammars, Lazy};
 use crate::handle::{Handle, Health, launch};
-use crate::request::{Grammar, Request, Sampling, Usage};
+use crate::request::{Attention, Grammar, Request, Sampling, Usage};
 use std::sync::mpsc::{Receiver, channel};
 
 const VOCAB: usize = 258;
@@ -23,7 +23,8 @@ fn start(config: Config, toy: Toy) -> Handle {
 fn start_with(config: Config, toy: Toy, drafter: Option<Drafter>) -> Handle {
     let mut words: Vec<Option<Vec<u8>>> = (0..=255u8).map(|b| Some(vec![b])).collect();
     words.extend([None, None]);
-    let grammars = (toy.vocab == VOCAB).then(|| Grammars::new(&words, &[EOS]).unwrap());
+    let whole = toy.vocab == VOCAB;
+    let grammars = Lazy::new(move || if whole { Grammars::new(&words, &[EOS]).map(Some) } else { Ok(None) });
     let plan = MemoryPlan { parts: Vec::new(), pages: PAGES, context: 2200 };
     let eos = if toy.vocab == VOCAB { vec![EOS] } else { vec![] };
     let parts = Parts { backend: Backend::Toy(toy), drafter, plan, eos, host: Exec::cpu().unwrap() };
@@ -35,7 +36,7 @@ fn toy() -> Toy {
 }
 
 fn request(prompt: Vec<u32>, sampling: Sampling) -> Request {
-    Request { prompt, sampling, n: 1, priority: 0, deadline: None, salt: 0 }
+    Request { prompt, sampling, ..Request::default() }
 }
 
 /// The toy's end token comes by chance; it means nothing here.
@@ -154,7 +155,73 @@ fn guesses_change_the_number_of_steps_and_nothing_else() {
     let (guessed, stats) = run(4);
     assert_eq!(plain, guessed);
     assert!(stats.accepted_tokens > 20 && stats.drafted_tokens > stats.accepted_tokens, "{stats:?}");
-    assert!(stats.steps < 300);
+    assert!(stats.steps < 300 && stats.branches_taken > 0, "{stats:?}");
+}
+
+#[test]
+fn trees_of_guesses_leave_the_distribution_as_it_is() {
+    const TOKENS: usize = 80;
+    let prompt: Vec<u32> = vec![0, 1, 2, 0, 1, 2, 1, 0, 1, 2, 2, 0, 1];
+    let mut toy = Toy::new(PAGES, 4, 3);
+    toy.pace = Duration::from_micros(1);
+    let handle = start(Config { drafts: 4, max_seqs: 1, ..config() }, toy);
+    let mut itself = Backend::Toy(Toy::new(PAGES, 4, 3));
+    let pages: Vec<u32> = (0..32).collect();
+    // How often the likeliest token was drawn, the second, and the third; how often they should be; and the variance.
+    let (mut got, mut want, mut spread) = ([0.0; 3], [0.0; 3], [0.0; 3]);
+    for seed in 0..150 {
+        let sampling = Sampling { max_tokens: TOKENS, seed: Some(seed), ..plain() };
+        let answer = one(&handle, request(prompt.clone(), sampling)).tokens;
+        let tokens = [&prompt[..], &answer].concat();
+        let seqs = [Seq { new: tokens.len(), past: 0, pages: &pages, ..Seq::default() }];
+        let rows: Vec<u32> = (prompt.len() as u32 - 1..tokens.len() as u32 - 1).collect();
+        let logits = itself.step(&Batch { tokens: &tokens, seqs: &seqs, logits: &rows, shared: &[] }).unwrap();
+        for (row, &token) in logits.chunks_exact(3).zip(&answer) {
+            let sum: f64 = row.iter().map(|&l| f64::from(l).exp()).sum();
+            let mut order = [0, 1, 2];
+            order.sort_by(|&a, &b| row[b].total_cmp(&row[a]));
+            for (rank, &id) in order.iter().enumerate() {
+                let p = f64::from(row[id]).exp() / sum;
+                got[rank] += f64::from(u8::from(id as u32 == token));
+                want[rank] += p;
+                spread[rank] += p * (1.0 - p);
+            }
+        }
+    }
+    let stats = handle.stats();
+    assert!(stats.accepted_tokens > 500 && stats.branches_taken > 50, "{stats:?}");
+    for rank in 0..3 {
+        // A deviation of 3.3 and more has a probability of 0.001.
+        let z = (got[rank] - want[rank]) / f64::sqrt(spread[rank]);
+        assert!(z.abs() < 3.3, "rank {rank}: {} times, {:.1} expected: {z:.2}", got[rank], want[rank]);
+    }
+}
+
+#[test]
+fn streaming_answers_are_longer_than_the_context_and_hold_few_pages() {
+    let attention = Attention::Streaming { sinks: 4, window: 32 };
+    let ask = |i: u32| Request {
+        attention,
+        ..request(
+            (0..300).map(|t| (t * 7 + i) % 250).collect(),
+            Sampling { max_tokens: 2500, seed: Some(u64::from(i)), ..plain() },
+        )
+    };
+    let alone = one(&start(config(), toy()), ask(1));
+    assert_eq!((alone.tokens.len(), alone.reason), (2500, Finish::Length));
+    // Pages for 32 + 4 + 64 tokens and some; with others that do not stream, and with guesses.
+    let handle = start(Config { drafts: 3, ..config() }, toy());
+    let others: Vec<_> = (0..20).map(|i| submit(&handle, varied(i))).collect();
+    let streams: Vec<_> = (0..3).map(|i| submit(&handle, ask(i))).collect();
+    until(&handle, |stats| stats.running == 3 && stats.generated_tokens > 1000);
+    assert!(handle.stats().pages_used <= 3 * 30, "{:?}", handle.stats());
+    let got: Vec<_> = streams.into_iter().map(|e| answers(e).unwrap().pop().unwrap()).collect();
+    assert_eq!(got[1].tokens, alone.tokens);
+    others.into_iter().for_each(|e| assert_eq!(answers(e).unwrap().len(), 1));
+    all_pages_are_back(&handle);
+    let much = Request { attention: Attention::Streaming { sinks: 4, window: 5000 }, ..ask(0) };
+    let said = handle.submit(much, |_| true).unwrap_err().to_string();
+    assert!(said.starts_with("`attention`: has 4 sinks and a window of 5000, expected"), "{said}");
 }
 
 #[test]
@@ -213,7 +280,8 @@ fn a_prefix_of_2000_tokens_is_computed_once_for_32_and_changes_no_answer() {
     assert_eq!(got, want);
     assert_eq!(flat.computed_tokens, 32 * (2000 + 3 + 5));
     assert_eq!(shared.computed_tokens, 1994 + 32 * (9 + 5));
-    assert!(shared.cascade_groups > 0 && shared.kv_bytes_read * 4 < shared.kv_bytes_flat, "{shared:?}");
+    // Five steps of six: the last tokens of the prompts, nine at once, read by themselves.
+    assert!(shared.cascade_groups > 0 && shared.kv_bytes_read * 3 < shared.kv_bytes_flat, "{shared:?}");
     assert_eq!(flat.kv_bytes_read, flat.kv_bytes_flat);
 }
 

@@ -76,6 +76,13 @@ impl Tree {
         }
     }
 
+    /// Room for as many nodes as a pool of so many pages can have, and their roots, so that its list need not move.
+    pub(crate) fn with_room(mut self, pages: usize) -> Self {
+        self.nodes.reserve(pages + 64);
+        self.vacant.reserve(pages + 64);
+        self
+    }
+
     /// Pages of the pool that belong to nodes.
     #[cfg(test)]
     pub(crate) fn resident(&self) -> usize {

@@ -2,23 +2,22 @@
 
 use fir::attention::{
     BatchArgs, BatchPlan, CascadeArgs, CascadePlan, MlaArgs, MlaPlan, MlaProblem, Problem, Scratch, Split,
+    merge_state_in_place,
 };
-use fir::kv::{Kv, PageTable, Ragged};
+use fir::kv::{Kv, PageTable};
 use fir::page::Slots;
 use fir::rope::{self, Positions, Roped, RopedKv, RopedMla};
-use fir::variant::{self, Params, Variant, kv_pos, logits, mask, q_pos, score};
-use fir::{DType, Exec, Tensor, TensorRef, gemm, norm};
+use fir::variant::{self, Llama31, Params, Rope, Variant, kv_pos, logits, mask, q_pos, query, score};
+use fir::{DType, Exec, Tensor, TensorMut, TensorRef, gemm, norm};
 use half::bf16;
 
-use super::input::{Input, Levels};
+use super::input::{Input, Rows};
 use super::{KvCache, first, first_mut};
 use crate::error::{Error, Result};
 use crate::layers::moe::matrix;
-use crate::models::{Attention, Full, KvLayout, Mla, Model, ModelConfig, rope::Angles};
+use crate::models::{Attention, Full, KvLayout, Mla, Model, ModelConfig, RopeConfig, Scaling, rope::Angles};
 
-/// Where every sequence's KV is cut, whatever else is in the batch: results are the same bits alone and with others.
-/// Two threads share one sequence's decode from 256 tokens on.
-const SPLIT: Split = Split::Fixed(256);
+const SPLIT: Split = Split::Fixed(super::SPLIT);
 
 /// Added to mean squares by the norms inside latent attention, whatever the model's others add.
 const LATENT_EPS: f32 = 1e-6;
@@ -26,8 +25,12 @@ const LATENT_EPS: f32 = 1e-6;
 /// Buffers, angles and plans of attention.
 pub(super) struct Attend {
     variant: Variant,
-    plan: Plan,
-    kv_dtype: DType,
+    /// Of sequences whose keys are rotated as they are read; or why there is none.
+    pub(super) fused: Result<Variant, String>,
+    plain: Option<Flat>,
+    streaming: Option<Flat>,
+    shared: Option<(CascadePlan, Vec<Scratch>)>,
+    mla: Option<MlaPlans>,
     global: Angles,
     local: Option<Angles>,
     /// 0, 1, 2, …: rows of the angles' tables.
@@ -41,6 +44,8 @@ pub(super) struct Attend {
     /// Rotated queries.
     q: Tensor,
     latent: Option<Latent>,
+    /// Outputs in f32 of sequences that share pages.
+    wide: Vec<f32>,
     /// `[tokens, heads * v]`
     pub(super) out: Tensor,
 }
@@ -60,19 +65,61 @@ struct Latent {
     v: Tensor,
 }
 
-enum Plan {
-    None,
-    /// With the partial rows that the scratch has room for.
-    Flat(Box<BatchPlan>, Scratch, usize),
-    Cascade(CascadePlan, Vec<Scratch>),
-    Latent(Box<MlaPlan>, Scratch),
+/// A plan that is filled anew for every step, with the partial rows that its scratch has room for.
+struct Flat {
+    plan: BatchPlan,
+    scratch: Scratch,
+    room: usize,
+}
+
+impl Flat {
+    /// The plan of `rows` in the memory of the step before.
+    fn fill(slot: &mut Option<Self>, exec: &Exec, problem: Problem, rows: &Rows) -> Result<()> {
+        let qo = rows.qo()?;
+        match slot {
+            Some(Self { plan, scratch, room }) if plan.problem().kv_dtype == problem.kv_dtype => {
+                plan.refill(&qo, &rows.kv_lens)?;
+                let need = plan.schedule().partial_rows();
+                if need > *room {
+                    (*scratch, *room) = (plan.scratch(), need);
+                }
+            }
+            _ => {
+                let plan = BatchPlan::new(exec, problem, &qo, &rows.kv_lens, SPLIT)?;
+                let (scratch, room) = (plan.scratch(), plan.schedule().partial_rows());
+                *slot = Some(Self { plan, scratch, room });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Plans of latent attention: of what is shared and what is not, and of sequences that share nothing.
+struct MlaPlans {
+    levels: Option<[(MlaPlan, Scratch); 2]>,
+    plain: Option<(MlaPlan, Scratch)>,
 }
 
 /// Where a step's tokens are.
 pub(super) struct Tables<'a> {
-    pub(super) table: &'a PageTable<'a>,
-    pub(super) shared: Option<&'a Levels>,
-    pub(super) slots: &'a [i32],
+    levels: Vec<PageTable<'a>>,
+    shared: usize,
+    plain: Option<PageTable<'a>>,
+    streaming: Option<PageTable<'a>>,
+    slots: &'a [i32],
+}
+
+impl<'a> Tables<'a> {
+    pub(super) fn new(input: &'a Input, kv: &KvCache) -> Result<Self> {
+        let some = |rows: &'a Rows| (rows.tokens > 0).then(|| rows.table(kv)).transpose();
+        Ok(Self {
+            levels: input.levels().iter().map(|l| l.table(kv)).collect::<Result<_>>()?,
+            shared: input.levels().first().map_or(0, |l| l.tokens),
+            plain: some(&input.plain)?,
+            streaming: some(&input.streaming)?,
+            slots: &input.slots,
+        })
+    }
 }
 
 impl Attend {
@@ -95,8 +142,12 @@ impl Attend {
         let full = c.mla.is_none();
         Ok(Self {
             variant: variant_of(c)?,
-            plan: Plan::None,
-            kv_dtype: DType::BF16,
+            fused: fused_of(c),
+            plain: None,
+            streaming: None,
+            shared: None,
+            mla: None,
+            wide: Vec::new(),
             global: Angles::new(&c.rope, tokens),
             local: c.rope_local.as_ref().map(|r| Angles::new(r, tokens)),
             rows: (0..tokens as i32).collect(),
@@ -130,49 +181,66 @@ impl Attend {
         if let Some(local) = &mut self.local {
             local.fill(input.positions.iter().copied());
         }
-        let qo = Ragged::from_lens(&input.q_lens)?;
         if let KvLayout::Latent { ckv, kpe } = kv.layout() {
+            return self.plan_latent(exec, model, (ckv, kpe, dtype), input);
+        }
+        let problem = |variant: &Variant| Problem {
+            kv_dtype: dtype,
+            ..Problem::new(c.heads, c.kv_heads, c.head_dim, model.mid, variant.clone())
+        };
+        self.shared = None;
+        if !input.levels().is_empty() {
+            let qo = input.levels().iter().map(Rows::qo).collect::<Result<Vec<_>>>()?;
+            let levels: Vec<_> = input.levels().iter().zip(&qo).map(|(l, qo)| l.level(qo)).collect();
+            // Matrix units round weights to the type of the output, if that is bf16, which attention of few rows does not:
+            // in f32 a group's rows have the bits that they have alone.
+            let problem = Problem { out_dtype: DType::F32, ..problem(&self.variant) };
+            let plan = CascadePlan::new(exec, problem, &levels, SPLIT)?;
+            let scratch = plan.scratch();
+            self.shared = Some((plan, scratch));
+            self.wide.resize(self.wide.len().max(input.levels()[0].tokens * c.heads * c.head_dim), 0.0);
+        }
+        if input.plain.tokens > 0 {
+            Flat::fill(&mut self.plain, exec, problem(&self.variant), &input.plain)?;
+        }
+        if input.streaming.tokens > 0 {
+            let variant = self.fused.as_ref().map_err(|why| Error::Request { field: "seqs", why: why.clone() })?;
+            Flat::fill(&mut self.streaming, exec, problem(variant), &input.streaming)?;
+        }
+        Ok(())
+    }
+
+    fn plan_latent(
+        &mut self,
+        exec: &Exec,
+        model: &Model,
+        (ckv, kpe, dtype): (usize, usize, DType),
+        input: &Input,
+    ) -> Result<()> {
+        let heads = model.config().heads;
+        let make = |rows: &Rows, out_dtype: DType, causal: bool| -> Result<_> {
             let problem = MlaProblem {
-                heads: c.heads,
+                heads,
                 head_dim_ckv: ckv,
                 head_dim_kpe: kpe,
                 q_dtype: model.mid,
                 kv_dtype: dtype,
-                out_dtype: model.mid,
-                causal: true,
+                out_dtype,
+                causal,
             };
-            let plan = MlaPlan::new(exec, problem, &qo, &input.kv_lens, SPLIT)?;
+            let plan = MlaPlan::new(exec, problem, &rows.qo()?, &rows.kv_lens, SPLIT)?;
             let scratch = plan.scratch();
-            self.plan = Plan::Latent(Box::new(plan), scratch);
-            return Ok(());
-        }
-        let problem = || Problem {
-            kv_dtype: dtype,
-            ..Problem::new(c.heads, c.kv_heads, c.head_dim, model.mid, self.variant.clone())
+            Ok((plan, scratch))
         };
-        if let Some(levels) = input.cascade(kv)? {
-            let levels = [levels.shared.as_level(), levels.own.as_level()];
-            let plan = CascadePlan::new(exec, problem(), &levels, SPLIT)?;
-            let scratch = plan.scratch();
-            self.plan = Plan::Cascade(plan, scratch);
-            return Ok(());
-        }
-        match &mut self.plan {
-            // In the memory of the step before.
-            Plan::Flat(plan, scratch, room) if self.kv_dtype == dtype => {
-                plan.refill(&qo, &input.kv_lens)?;
-                let rows = plan.schedule().partial_rows();
-                if rows > *room {
-                    (*scratch, *room) = (plan.scratch(), rows);
-                }
+        let levels = match input.levels() {
+            [shared, own] => {
+                self.wide.resize(self.wide.len().max(2 * shared.tokens * heads * (ckv + 1)), 0.0);
+                Some([make(shared, DType::F32, false)?, make(own, DType::F32, true)?])
             }
-            _ => {
-                let plan = BatchPlan::new(exec, problem(), &qo, &input.kv_lens, SPLIT)?;
-                let (scratch, rows) = (plan.scratch(), plan.schedule().partial_rows());
-                self.plan = Plan::Flat(Box::new(plan), scratch, rows);
-                self.kv_dtype = dtype;
-            }
-        }
+            _ => None,
+        };
+        let plain = (input.plain.tokens > 0).then(|| make(&input.plain, model.mid, true)).transpose()?;
+        self.mla = Some(MlaPlans { levels, plain });
         Ok(())
     }
 
@@ -186,7 +254,7 @@ impl Attend {
         layer: usize,
         w: &Full,
         x: TensorRef<'_>,
-        tables: Tables<'_>,
+        tables: &Tables<'_>,
     ) -> Result<()> {
         let c = model.config();
         let (n, dim) = (self.n, c.head_dim);
@@ -215,20 +283,28 @@ impl Attend {
         )?;
         let params = params_of(c, window);
         let q = first(&self.q, n)?.reshape(&[n, c.heads, dim])?;
-        let out = heads_mut(&mut self.out, n, c.heads)?;
         let pool = kv.heads(layer)?;
         let sm_scale = Some(c.sm_scale);
-        match (&mut self.plan, tables.shared) {
-            (Plan::Flat(plan, scratch, _), None) => {
-                let kv = Kv::Paged(pool, tables.table);
-                plan.run(exec, BatchArgs { q, kv, params: &params, sm_scale, scratch, out, lse: None })?;
-            }
-            (Plan::Cascade(plan, scratch), Some(levels)) => {
-                let kv = &[Kv::Paged(pool, &levels.shared.table), Kv::Paged(pool, &levels.own.table)];
-                plan.run(exec, CascadeArgs { q, kv, params: &params, sm_scale, scratch, out, lse: None })?;
-            }
-            _ => return Err(Error::Config("attention before its plan".into())),
+        let shared = tables.shared;
+        if let Some((plan, scratch)) = &mut self.shared {
+            let kv: Vec<_> = tables.levels.iter().map(|t| Kv::Paged(pool, t)).collect();
+            let wide = &mut self.wide[..shared * c.heads * dim];
+            let out = TensorMut::new(wide, &[shared, c.heads, dim])?;
+            let q = q.slice(0, 0..shared)?;
+            plan.run(exec, CascadeArgs { q, kv: &kv, params: &params, sm_scale, scratch, out, lse: None })?;
+            narrow(&self.wide[..shared * c.heads * dim], &mut self.out)?;
         }
+        let mut out = heads_mut(&mut self.out, n, c.heads)?;
+        let mut flat = |part: &mut Option<Flat>, table: Option<&PageTable<'_>>, from: usize, params: &Params<'_>| {
+            let (Some(Flat { plan, scratch, .. }), Some(table)) = (part, table) else { return Ok(from) };
+            let rows = from..from + plan.tokens();
+            let (q, out) = (q.slice(0, rows.clone())?, out.reborrow().slice(0, rows.clone())?);
+            let kv = Kv::Paged(pool, table);
+            plan.run(exec, BatchArgs { q, kv, params, sm_scale, scratch, out, lse: None })?;
+            Ok::<_, Error>(rows.end)
+        };
+        let next = flat(&mut self.plain, tables.plain.as_ref(), shared, &params)?;
+        flat(&mut self.streaming, tables.streaming.as_ref(), next, &Params::new())?;
         Ok(())
     }
 
@@ -242,10 +318,10 @@ impl Attend {
         layer: usize,
         w: &Mla,
         x: TensorRef<'_>,
-        tables: Tables<'_>,
+        tables: &Tables<'_>,
     ) -> Result<()> {
         let (c, n) = (model.config(), self.n);
-        let (Some(m), Some(b), Plan::Latent(plan, scratch)) = (c.mla, &mut self.latent, &mut self.plan) else {
+        let (Some(m), Some(b), Some(plans)) = (c.mla, &mut self.latent, &mut self.mla) else {
             return Err(Error::Config("latent attention before its plan".into()));
         };
         match &w.q_a {
@@ -282,19 +358,34 @@ impl Attend {
             table_of(&self.global, n, m.rope)?,
         )?;
         let q_nope = matrix(&mut b.q_nope, c.heads, n * m.kv_rank)?;
-        plan.run(
-            exec,
-            MlaArgs {
-                q_nope: q_nope.as_ref().reshape(&[c.heads, n, m.kv_rank])?.transpose(0, 1)?,
-                q_pe: first(&self.q, n)?.reshape(&[n, c.heads, m.rope])?,
-                kv: kv.latent(layer)?,
-                table: tables.table,
-                sm_scale: c.sm_scale,
-                scratch,
-                out: heads_mut(&mut b.o, n, c.heads)?,
-                lse: None,
-            },
-        )?;
+        let q_nope = q_nope.as_ref().reshape(&[c.heads, n, m.kv_rank])?.transpose(0, 1)?;
+        let q_pe = first(&self.q, n)?.reshape(&[n, c.heads, m.rope])?;
+        let (kv, sm_scale, shared) = (kv.latent(layer)?, c.sm_scale, tables.shared);
+        if let Some([(common, common_scratch), (own, own_scratch)]) = &mut plans.levels {
+            let rows = shared * c.heads;
+            let (outs, lses) = self.wide[..2 * rows * (m.kv_rank + 1)].split_at_mut(2 * rows * m.kv_rank);
+            let (a, b_out) = outs.split_at_mut(rows * m.kv_rank);
+            let (lse_a, lse_b) = lses.split_at_mut(rows);
+            let shape = [shared, c.heads, m.kv_rank];
+            let [q_nope, q_pe] = [q_nope.slice(0, 0..shared)?, q_pe.slice(0, 0..shared)?];
+            for (plan, scratch, table, out, lse) in [
+                (common, common_scratch, &tables.levels[0], &mut *a, &mut *lse_a),
+                (own, own_scratch, &tables.levels[1], &mut *b_out, &mut *lse_b),
+            ] {
+                let out = TensorMut::new(out, &shape)?;
+                let lse = Some(TensorMut::new(lse, &shape[..2])?);
+                plan.run(exec, MlaArgs { q_nope, q_pe, kv, table, sm_scale, scratch, out, lse })?;
+            }
+            let into = (TensorMut::new(a, &shape)?, TensorMut::new(lse_a, &shape[..2])?);
+            let other = (TensorRef::new(b_out, &shape)?, TensorRef::new(lse_b, &shape[..2])?);
+            merge_state_in_place(exec, into, other, None)?;
+            narrow(&self.wide[..rows * m.kv_rank], &mut b.o)?;
+        }
+        if let (Some((plan, scratch)), Some(table)) = (&mut plans.plain, &tables.plain) {
+            let [q_nope, q_pe] = [q_nope.slice(0, shared..n)?, q_pe.slice(0, shared..n)?];
+            let out = heads_mut(&mut b.o, n, c.heads)?.slice(0, shared..n)?;
+            plan.run(exec, MlaArgs { q_nope, q_pe, kv, table, sm_scale, scratch, out, lse: None })?;
+        }
         let o = first(&b.o, n)?.reshape(&[n, c.heads, m.kv_rank])?.transpose(0, 1)?;
         let v = matrix(&mut b.v, c.heads, n * m.v)?;
         gemm::batched_gemm(exec, o.into(), w.v_b.view().into(), stack(v, c.heads, n, m.v)?)?;
@@ -304,6 +395,19 @@ impl Attend {
         }
         Ok(())
     }
+}
+
+/// Writes f32 to the front of a buffer of f32 or bf16.
+fn narrow(from: &[f32], to: &mut Tensor) -> Result<()> {
+    match to.dtype() {
+        DType::BF16 => {
+            for (to, &x) in to.as_mut_slice::<bf16>()?.iter_mut().zip(from) {
+                *to = bf16::from_f32(x);
+            }
+        }
+        _ => to.as_mut_slice::<f32>()?[..from.len()].copy_from_slice(from),
+    }
+    Ok(())
 }
 
 /// `[heads, n, v]` to `[n, heads, v]`.
@@ -316,17 +420,17 @@ fn heads_last<T: Copy>(from: &[T], to: &mut [T], n: usize, heads: usize, v: usiz
 }
 
 /// A contiguous `[batch, n * k]` as `[batch, n, k]`.
-fn stack(t: fir::TensorMut<'_>, batch: usize, n: usize, k: usize) -> Result<fir::TensorMut<'_>> {
+fn stack(t: TensorMut<'_>, batch: usize, n: usize, k: usize) -> Result<TensorMut<'_>> {
     const OP: &str = "latent attention";
     let shape = [batch, n, k];
     Ok(match t.dtype() {
-        DType::BF16 => fir::TensorMut::new(t.typed::<bf16>(OP, "out")?.into_parts().0, &shape)?,
-        _ => fir::TensorMut::new(t.typed::<f32>(OP, "out")?.into_parts().0, &shape)?,
+        DType::BF16 => TensorMut::new(t.typed::<bf16>(OP, "out")?.into_parts().0, &shape)?,
+        _ => TensorMut::new(t.typed::<f32>(OP, "out")?.into_parts().0, &shape)?,
     })
 }
 
 /// The first `n` rows of a buffer by heads.
-fn heads_mut(t: &mut Tensor, n: usize, heads: usize) -> Result<fir::TensorMut<'_>> {
+fn heads_mut(t: &mut Tensor, n: usize, heads: usize) -> Result<TensorMut<'_>> {
     let dim = t.view().layout().shape()[1] / heads;
     stack(matrix(t, n, heads * dim)?, n, heads, dim)
 }
@@ -357,6 +461,30 @@ fn variant_of(c: &ModelConfig) -> Result<Variant> {
             }
         }
     })?)
+}
+
+/// Causal attention that rotates queries and keys as it reads them, for models whose rotation the library has as a formula.
+fn fused_of(c: &ModelConfig) -> Result<Variant, String> {
+    let RopeConfig { theta, rotary, interleave, ref scaling, ref factors } = c.rope;
+    if c.mla.is_some() || c.windows.iter().any(Option::is_some) || c.attn_soft_cap.is_some() {
+        return Err(format!("streaming attention with {}, which has a window, a bound or latent attention", c.arch));
+    }
+    let (scale, llama31) = match *scaling {
+        Scaling::None => (1.0, None),
+        Scaling::Linear(factor) => (factor, None),
+        Scaling::Llama3 { factor, low, high, old } => {
+            let [low_freq_factor, high_freq_factor, old_context_len] = [low, high, old].map(|x| x as f32);
+            (factor, Some(Llama31 { low_freq_factor, high_freq_factor, old_context_len }))
+        }
+        Scaling::Yarn { .. } => return Err("streaming attention with a model of YaRN's frequencies".into()),
+    };
+    if factors.is_some() {
+        return Err("streaming attention with a model that brings its own frequencies".into());
+    }
+    let (theta, scale) = (theta as f32, scale as f32);
+    let r = Rope { theta, scale, interleave, rotary_dim: Some(rotary), llama31 };
+    let hooks = |_: &mut variant::Declare| query(variant::rope(r)).key(variant::rope(r)).mask(kv_pos().le(q_pos()));
+    variant::variant("Streaming", hooks).map_err(|e| e.to_string())
 }
 
 fn params_of(c: &ModelConfig, window: Option<usize>) -> Params<'static> {

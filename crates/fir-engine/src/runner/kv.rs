@@ -40,6 +40,19 @@ impl KvType {
     }
 }
 
+impl std::fmt::Display for KvType {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.pad(match self {
+            Self::F32 => "f32",
+            Self::F16 => "f16",
+            Self::Bf16 => "bf16",
+            Self::E4m3 => "e4m3",
+            Self::E5m2 => "e5m2",
+            Self::Nvfp4 => "nvfp4",
+        })
+    }
+}
+
 impl std::str::FromStr for KvType {
     type Err = Error;
     fn from_str(s: &str) -> Result<Self> {

@@ -10,14 +10,19 @@ use half::bf16;
 
 use self::attention::Attend;
 use self::input::Input;
+pub(crate) use self::input::piece_of;
 pub use self::{
-    input::{Batch, Seq, Shared},
+    input::{Batch, Rule, Seq, Shared, Sparse},
     kv::{KvCache, KvType},
 };
 use crate::error::{Error, Result};
 use crate::layers::linear::Linear;
 use crate::layers::moe;
 use crate::models::{Attention, Ffn, Model};
+
+/// Where every sequence's KV is cut, whatever else is in the batch: results are the same bits alone and with others.
+/// Two threads share one sequence's decode from so many tokens on.
+const SPLIT: u32 = 256;
 
 /// What a [`Runner`] has room for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -81,6 +86,11 @@ impl Runner {
         self.limits
     }
 
+    /// Why sequences of [`Rule::Streaming`] are refused, if they are.
+    pub(crate) fn cannot_stream(&self) -> Option<String> {
+        self.attend.fused.as_ref().err().cloned()
+    }
+
     /// Bytes of all its buffers.
     pub fn bytes(&self) -> usize {
         let of = |t: &Tensor| t.view().layout().len() * t.dtype().size();
@@ -127,17 +137,15 @@ impl Runner {
             return Ok(0);
         }
         self.attend.plan(exec, model, kv, &self.input)?;
-        let table = self.input.table(kv)?;
-        let shared = self.input.cascade(kv)?;
+        let tables = attention::Tables::new(&self.input, kv)?;
         model.embed.look_up(exec, batch.tokens, &mut self.staging, first_mut(&mut self.h, n)?)?;
         let weight = model.layers[0].attn_norm.view();
         norm::rms_norm(exec, first(&self.h, n)?, weight, c.eps, first_mut(&mut self.x, n)?)?;
         for (i, layer) in model.layers.iter().enumerate() {
             let x = first(&self.x, n)?;
-            let tables = attention::Tables { table: &table, shared: shared.as_ref(), slots: self.input.slots() };
             match &layer.attn {
-                Attention::Full(full) => self.attend.full(exec, model, kv, i, full, x, tables)?,
-                Attention::Mla(mla) => self.attend.latent(exec, model, kv, i, mla, x, tables)?,
+                Attention::Full(full) => self.attend.full(exec, model, kv, i, full, x, &tables)?,
+                Attention::Mla(mla) => self.attend.latent(exec, model, kv, i, mla, x, &tables)?,
             }
             if let (Some(keep), true) = (keep, i + 1 == model.layers.len()) {
                 keep_rows(&mut self.attend.out, keep)?;

@@ -2,8 +2,9 @@
 
 use super::cost::Load;
 use super::group::{self, Member};
-use super::{CHUNK, Scheduler, Seq, SeqId, Step, Work};
-use crate::runner::{self, Batch, Shared};
+use super::{CHUNK, STREAM, Scheduler, Seq, SeqId, Step, Work};
+use crate::request::Attention;
+use crate::runner::{self, Batch, Rule, Shared};
 
 /// A step as the model takes it.
 #[derive(Debug, Default)]
@@ -43,7 +44,14 @@ impl Scheduler {
         for (id, take) in share {
             let seq = self.seq(id);
             let mut new = take;
-            if new < seq.pending() {
+            if let Attention::Streaming { sinks, window } = seq.attention {
+                // To the end of a block, and further only while nothing is dropped on the way; tokens of an answer that are
+                // computed again, one by one.
+                let further = (sinks + window).saturating_sub(seq.held() + STREAM).min(take.saturating_sub(STREAM));
+                let end = ((seq.computed / STREAM + 1 + further / STREAM) * STREAM).min(seq.prompt);
+                let want = if seq.computed < seq.prompt { end - seq.computed } else { 1 };
+                new = want.min(self.limits.max_tokens - load.tokens);
+            } else if new < seq.pending() {
                 new = self.cut(seq, take);
                 if new == 0 && alone && works.is_empty() {
                     new = take;
@@ -51,27 +59,42 @@ impl Scheduler {
             }
             if new > 0 {
                 let rows = usize::from(new == seq.pending());
-                *load = load.plus(Load::of(seq.computed, new, rows));
-                works.push(Work { id, new, rows });
+                *load = load.plus(Load::of(seq.held(), new, rows));
+                works.push(Work { id, new, rows, branch_rows: 0 });
             }
         }
     }
 
     /// Orders a step's parts so that those that share a prefix stand together.
     pub(super) fn group(&self, works: Vec<Work>, load: Load) -> Step {
-        let read_flat = works.iter().map(|w| self.seq(w.id).computed + w.new).sum();
+        let read_flat = works.iter().map(|w| self.seq(w.id).held() + w.new).sum();
         let mut step = Step { load, read_flat, read: read_flat, ..Step::default() };
+        let streams = |w: &Work| matches!(self.seq(w.id).attention, Attention::Streaming { .. });
         if !self.limits.cascade || works.len() < 2 {
             step.works = works;
+            step.works.sort_by_key(streams);
             return step;
         }
+        // Prompts take another road than answers, by many rows at once, with or without a shared prefix.
         let member = |w: &Work| {
             let seq = self.seq(w.id);
-            Member { pages: &seq.pages, whole: seq.computed / self.limits.page_size }
+            let grouped = seq.attention.shares() && seq.computed >= seq.prompt;
+            let whole = if grouped { seq.computed / self.limits.page_size } else { 0 };
+            Member { pages: &seq.pages, whole }
         };
         let members: Vec<_> = works.iter().map(member).collect();
-        let (order, shared) = group::groups(&members, self.limits.page_size);
-        step.works = order.iter().map(|&i| works[i]).collect();
+        let (order, mut shared) = group::groups(&members, self.limits.page_size);
+        // Groups stand first, then what shares nothing, then what streams.
+        let mut grouped = vec![false; works.len()];
+        for g in &mut shared {
+            let members = &order[g.first..g.first + g.count];
+            g.first = step.works.len();
+            step.works.extend(members.iter().map(|&i| works[i]));
+            members.iter().for_each(|&i| grouped[i] = true);
+        }
+        let mut rest: Vec<Work> = works.iter().zip(grouped).filter(|(_, g)| !g).map(|(w, _)| *w).collect();
+        rest.sort_by_key(streams);
+        step.works.extend(rest);
         step.read -= shared.iter().map(|g| (g.count - 1) * g.len).sum::<usize>();
         step.shared = shared;
         step
@@ -98,14 +121,29 @@ impl Scheduler {
         for work in &step.works {
             starts.push(built.seqs.len());
             let seq = self.seq(work.id);
-            let (past, end) = (seq.computed, seq.computed + work.new);
+            let (past, end, dropped) = (seq.computed, seq.computed + work.new, seq.dropped);
             built.tokens.extend(seq.tokens[past..].iter().chain(&seq.drafts).take(work.new));
             built.logits.extend((built.tokens.len() - work.rows..built.tokens.len()).map(|row| row as u32));
             let prompt = end.min(seq.prompt);
+            let rule = match seq.attention {
+                Attention::Streaming { .. } => Rule::Streaming,
+                Attention::Full | Attention::Sparse(_) => Rule::Model,
+            };
             if prompt > past {
-                built.seqs.push(runner::Seq { new: prompt - past, past, pages: &seq.pages });
+                let rule = if let Attention::Sparse(sparse) = seq.attention { Rule::Sparse(sparse) } else { rule };
+                built.seqs.push(runner::Seq { new: prompt - past, past: past - dropped, pages: &seq.pages, rule });
             }
-            built.seqs.extend((past.max(prompt)..end).map(|past| runner::Seq { new: 1, past, pages: &seq.pages }));
+            let one = |past: usize, pages: &'a [u32]| runner::Seq { new: 1, past: past - dropped, pages, rule };
+            built.seqs.extend((past.max(prompt)..end).map(|past| one(past, &seq.pages)));
+            if work.branch_rows > 0 {
+                // The last token once more: the branch's pages need its KV too.
+                let branch = &seq.branch;
+                built.tokens.push(seq.tokens[past]);
+                let from = built.tokens.len() as u32;
+                built.tokens.extend(&branch.tokens);
+                built.logits.extend(from..built.tokens.len() as u32);
+                built.seqs.extend((past..=past + branch.tokens.len()).map(|past| one(past, &branch.all)));
+            }
         }
         starts.push(built.seqs.len());
         built.shared.extend(step.shared.iter().map(|g| Shared {

@@ -1,12 +1,12 @@
 //! Which running sequences read a common prefix together: cascade attention's groups, chosen by what they save.
 
-use crate::runner::Shared;
+use crate::runner::{Shared, piece_of};
 
-/// Reading a group's prefix apart costs each member a merge of two partial results, about as much as so many KV tokens:
-/// a state is read twice and written once per query head, and a KV token is read once per KV head.
-const MERGE_TOKENS: usize = 16;
-/// And one more launch per layer for the group, in KV tokens.
-const LAUNCH_TOKENS: usize = 128;
+/// Reading a group's prefix apart costs each member a merge of partial results, about as much as so many KV tokens: a state
+/// for every 256 tokens is written and read once per query head, and a KV token is read once per KV head.
+const MERGE_TOKENS: usize = 32;
+/// And launches per layer for the pieces and their merge, in KV tokens: 20 µs, in which a small model reads 0.6 MB.
+const LAUNCH_TOKENS: usize = 768;
 
 /// A sequence's pages that lie before this step's tokens.
 pub(crate) struct Member<'a> {
@@ -17,8 +17,10 @@ pub(crate) struct Member<'a> {
 
 /// The order in which sequences stand side by side with those that share most, and the groups that save most.
 ///
+/// What a group shares is cut to a multiple of [`piece_of`] tokens, so that sharing changes no bit of its results.
 /// In that order a group is a run. `saved[i]` is the most that runs from `i` on can save; it follows from those after it.
 pub(crate) fn groups(members: &[Member<'_>], page_size: usize) -> (Vec<usize>, Vec<Shared>) {
+    let piece = piece_of(page_size);
     let past = |i: usize| &members[i].pages[..members[i].whole];
     let mut order: Vec<usize> = (0..members.len()).collect();
     order.sort_by(|&a, &b| past(a).cmp(past(b)));
@@ -34,7 +36,7 @@ pub(crate) fn groups(members: &[Member<'_>], page_size: usize) -> (Vec<usize>, V
             if pages == 0 {
                 break;
             }
-            let run = Shared { first, count: end - first, len: pages * page_size };
+            let run = Shared { first, count: end - first, len: pages * page_size / piece * piece };
             let together = saving(run) + saved[end];
             if together > saved[first] {
                 saved[first] = together;
@@ -75,7 +77,7 @@ mod tests {
     fn a_long_prefix_is_one_group_and_short_ones_none() {
         let list = |own: u32| (0..125).chain([1000 + own]).collect::<Vec<u32>>();
         let (_, got) = run(&(0..32).map(list).collect::<Vec<_>>());
-        assert_eq!(got, [Shared { first: 0, count: 32, len: 2000 }]);
+        assert_eq!(got, [Shared { first: 0, count: 32, len: 1792 }]);
         assert_eq!(run(&[vec![1, 2], vec![1, 3]]).1, [], "16 tokens are not worth a launch");
         assert_eq!(run(&[]).1, []);
     }
@@ -85,7 +87,7 @@ mod tests {
         let list = |family: u32, own: u32| [1].into_iter().chain((0..50).map(|i| family + i)).chain([own]).collect();
         let lists: Vec<Vec<u32>> = (0..8).map(|i| list(100 + 100 * (i % 2), 1000 + i)).collect();
         let (order, got) = run(&lists);
-        assert_eq!(got.iter().map(|g| (g.count, g.len)).collect::<Vec<_>>(), [(4, 816), (4, 816)]);
+        assert_eq!(got.iter().map(|g| (g.count, g.len)).collect::<Vec<_>>(), [(4, 768), (4, 768)]);
         for g in got {
             let first = lists[order[g.first]][1];
             assert!(order[g.first..g.first + g.count].iter().all(|&i| lists[i][1] == first));
@@ -98,7 +100,7 @@ mod tests {
         fn no_other_choice_saves_more(lists in prop::collection::vec(prop::collection::vec(0..2u32, 0..8), 0..7)) {
             // Long pages make up for short lists.
             let lists: Vec<Vec<u32>> =
-                lists.iter().map(|l| l.iter().flat_map(|&t| std::iter::repeat_n(t, 4)).collect()).collect();
+                lists.iter().map(|l| l.iter().flat_map(|&t| std::iter::repeat_n(t, 16)).collect()).collect();
             let (order, got) = run(&lists);
             let mut sorted = order.clone();
             sorted.sort_unstable();
@@ -129,7 +131,7 @@ mod tests {
                 .map(|&i| lists[i].iter().zip(first).take_while(|(a, b)| a == b).count())
                 .min()
                 .expect("two");
-            let gain = saving(Shared { first: at, count: end - at, len: len * 16 });
+            let gain = saving(Shared { first: at, count: end - at, len: len / 16 * 256 });
             most = most.max(gain + brute(order, lists, end));
         }
         most

@@ -23,6 +23,7 @@ use crate::error::{Error, Result};
 use crate::kv::pool::Pool;
 use crate::kv::radix::{NodeId, Place, Tree, common};
 use crate::kv::tier::Tier;
+use crate::request::Attention;
 use crate::runner::Shared;
 use cost::{Cost, Load};
 
@@ -34,6 +35,9 @@ const LEVEL: Duration = Duration::from_secs(10);
 /// rounding; so a prompt's tokens always take the one for many, whatever the batch and the cache have for them, and an
 /// answer's tokens, which are computed one by one, the one for few. (A prompt shorter than this is one chunk.)
 const CHUNK: usize = 9;
+/// Prompts of streaming sequences are computed up to multiples of this, whatever the batch: what a token sees of those
+/// before depends on where its chunk began.
+const STREAM: usize = 64;
 /// Waiting sequences looked at in a step beyond those that are admitted.
 const LOOK: usize = 64;
 
@@ -70,11 +74,30 @@ pub(crate) struct Seq {
     pub started: bool,
     /// Guesses at what follows `tokens`, to be verified in the next step.
     pub drafts: Vec<u32>,
+    /// Other guesses, in pages of their own.
+    pub branch: Branch,
+    pub attention: Attention,
+    /// Tokens whose pages were given up, behind the first ones.
+    dropped: usize,
     place: (i64, u64),
     computed: usize,
     pages: Vec<u32>,
     /// The nodes of its first pages, held.
     nodes: Vec<NodeId>,
+}
+
+/// A second chain of guesses at what follows a sequence: a tree whose root is the sequence's last token has two then.
+///
+/// It lies in a copy of the sequence's last page, and pages after that. So each chain is a plain sequence, whose rows have
+/// the bits that they have when tokens come one by one, without a mask; and if it is the chain that was right, its pages
+/// take the place of the others.
+#[derive(Debug, Default)]
+pub(crate) struct Branch {
+    pub tokens: Vec<u32>,
+    /// Its pages after those that it shares with the sequence; none if there was no room.
+    pages: Vec<u32>,
+    /// All of them, as the model gets them.
+    all: Vec<u32>,
 }
 
 impl Seq {
@@ -88,6 +111,9 @@ impl Seq {
             cached: 0,
             started: false,
             drafts: Vec::new(),
+            branch: Branch::default(),
+            attention: Attention::Full,
+            dropped: 0,
             place: (0, 0),
             computed: 0,
             pages: Vec::new(),
@@ -98,6 +124,11 @@ impl Seq {
     /// Tokens without KV; at least one, whose logits give the next.
     fn pending(&self) -> usize {
         self.tokens.len() - self.computed
+    }
+
+    /// Tokens in its pages.
+    fn held(&self) -> usize {
+        self.computed - self.dropped
     }
 
     /// It only waits for its next token.
@@ -112,6 +143,8 @@ pub(crate) struct Work {
     pub id: SeqId,
     pub new: usize,
     pub rows: usize,
+    /// Tokens of the sequence's branch, which come after that, each with logits, behind its last token again.
+    pub branch_rows: usize,
 }
 
 /// What a step runs.
@@ -158,13 +191,22 @@ pub(crate) struct Scheduler {
     serial: u64,
 }
 
+impl Limits {
+    /// The most tokens that a sequence holds at once.
+    fn most_held(&self, seq: &Seq) -> usize {
+        let Attention::Streaming { sinks, window } = seq.attention else { return seq.max_len };
+        let whole = |n: usize| n.next_multiple_of(self.page_size);
+        seq.max_len.min(whole(sinks) + whole(window) + whole(STREAM) + 2 * self.page_size)
+    }
+}
+
 impl Scheduler {
     pub(crate) fn new(limits: Limits, pages: usize, tier: Option<Tier>, start: Instant) -> Self {
         Self {
             cost: Cost::new(),
             counts: Counts::default(),
             pool: Pool::new(u32::try_from(pages).unwrap_or(u32::MAX)),
-            tree: Tree::new(limits.page_size),
+            tree: Tree::new(limits.page_size).with_room(pages),
             limits,
             tier,
             seqs: Vec::new(),
@@ -182,7 +224,7 @@ impl Scheduler {
     }
 
     pub(crate) fn add(&mut self, mut seq: Seq, priority: i32, now: Instant) -> Result<SeqId> {
-        if seq.max_len > self.capacity() || seq.tokens.is_empty() {
+        if self.limits.most_held(&seq) > self.capacity() || seq.tokens.is_empty() {
             let why = format!(
                 "{} tokens with {} in the prompt, but the cache holds {}",
                 seq.max_len,
@@ -248,6 +290,7 @@ impl Scheduler {
 
     /// Takes a sequence out; its KV stays for others to find.
     pub(crate) fn remove(&mut self, id: SeqId) -> Seq {
+        self.cut_branch(id);
         self.release(id);
         self.running.retain(|&r| r != id);
         let seq = self.seqs[id].take().expect("a sequence that is here");
@@ -263,7 +306,23 @@ impl Scheduler {
         seq.drafts.clear();
         seq.computed += computed;
         debug_assert!(seq.computed <= seq.tokens.len());
+        self.slide(id);
         self.publish(id);
+    }
+
+    /// The longest that a streaming sequence keeps, if it is one: what is dropped goes page by page.
+    fn slide(&mut self, id: SeqId) {
+        let page_size = self.limits.page_size;
+        let seq = self.seqs[id].as_mut().expect("a sequence that is here");
+        let Attention::Streaming { sinks, window } = seq.attention else { return };
+        let first = sinks.div_ceil(page_size);
+        let keep = (first + window.div_ceil(page_size)) * page_size;
+        while seq.held() >= keep + page_size {
+            // It is the next to be written.
+            let page = seq.pages.remove(first);
+            seq.pages.push(page);
+            seq.dropped += page_size;
+        }
     }
 
     /// Chooses what the next step runs. Nothing runs if it is empty.
@@ -279,8 +338,12 @@ impl Scheduler {
             }
             let seq = self.seq(id);
             let new = 1 + seq.drafts.len();
-            load = load.plus(Load::of(seq.computed, new, new));
-            works.push(Work { id, new, rows: new });
+            let branch_rows = seq.branch.tokens.len();
+            load = load.plus(Load::of(seq.held(), new, new));
+            if branch_rows > 0 {
+                load = load.plus(Load::of(seq.held(), 1 + branch_rows, branch_rows));
+            }
+            works.push(Work { id, new, rows: new, branch_rows });
         }
         let decoders = works.len();
         let mut most = self.limits.max_tokens.saturating_sub(load.tokens);
@@ -295,8 +358,8 @@ impl Scheduler {
         self.admit_waiting(most, backend)?;
         // Those that came back with all their pages go on where they were.
         for &id in self.running[before..].iter().filter(|&&id| self.seq(id).decoding()) {
-            load = load.plus(Load::of(self.seq(id).computed, 1, 1));
-            works.push(Work { id, new: 1, rows: 1 });
+            load = load.plus(Load::of(self.seq(id).held(), 1, 1));
+            works.push(Work { id, new: 1, rows: 1, branch_rows: 0 });
             most = most.saturating_sub(1);
         }
         self.split(most, &mut works, &mut load);
@@ -314,9 +377,9 @@ impl Scheduler {
         loop {
             let seq = self.seq(id);
             let have = seq.pages.len() * page_size;
-            if have > seq.computed {
+            if have > seq.held() {
                 // Guesses are not worth a page of somebody else's.
-                let room = have - seq.computed - 1;
+                let room = have - seq.held() - 1;
                 let want = seq.drafts.len();
                 if want > room
                     && self.available() > self.reserve()
@@ -326,6 +389,7 @@ impl Scheduler {
                     continue;
                 }
                 self.seq_mut(id).drafts.truncate(room);
+                self.grow_branch(id, backend)?;
                 return Ok(true);
             }
             if let Some(page) = self.alloc(backend)? {
@@ -342,6 +406,7 @@ impl Scheduler {
 
     /// Sends a sequence back to wait; its pages are the tree's.
     fn preempt(&mut self, id: SeqId) {
+        self.cut_branch(id);
         self.release(id);
         self.running.retain(|&r| r != id);
         self.seq_mut(id).drafts.clear();
@@ -377,6 +442,9 @@ impl Scheduler {
     /// prompt all or no more than leaves a chunk of [`CHUNK`].
     fn knowable(&self, id: SeqId) -> usize {
         let seq = self.seq(id);
+        if !seq.attention.shares() {
+            return 0;
+        }
         if seq.tokens.len() > seq.prompt {
             let found = self.tree.find(seq.salt, &seq.tokens[..seq.tokens.len() - 1]);
             if found.nodes.len() * self.limits.page_size + found.tail.map_or(0, |t| t.1) >= seq.prompt {
@@ -389,7 +457,7 @@ impl Scheduler {
     /// Gives a waiting sequence its pages: known ones, a copy of one that is known in part, and empty ones.
     fn admit(&mut self, id: SeqId, backend: &mut Backend) -> Result<Admit> {
         let page_size = self.limits.page_size;
-        let (salt, len) = (self.seq(id).salt, self.seq(id).tokens.len());
+        let (salt, len) = (self.seq(id).salt, self.limits.most_held(self.seq(id)).min(self.seq(id).tokens.len()));
         let known = self.seq(id).tokens[..self.knowable(id)].to_vec();
         let mut tail = None;
         let mut nodes = Vec::new();

@@ -1,6 +1,6 @@
 //! Who has which pages: sequences take them, the tree keeps what they leave, tiers what the tree cannot.
 
-use super::{Admit, Scheduler, SeqId};
+use super::{Admit, Branch, Scheduler, SeqId};
 use crate::backend::Backend;
 use crate::error::{Error, Result};
 use crate::kv::radix::{NodeId, Place};
@@ -83,7 +83,8 @@ impl Scheduler {
     pub(super) fn reserve(&self) -> usize {
         let more = |&id: &SeqId| {
             let seq = self.seq(id);
-            let len = (seq.tokens.len() + ROOM).min(seq.max_len);
+            let len = (seq.tokens.len() + ROOM).min(seq.max_len) - seq.dropped;
+            let len = len.min(self.limits.most_held(seq));
             len.div_ceil(self.limits.page_size).saturating_sub(seq.pages.len())
         };
         self.running.iter().map(more).sum()
@@ -117,7 +118,7 @@ impl Scheduler {
 
     /// Gives the tree the pages that are whole now.
     pub(super) fn publish(&mut self, id: SeqId) {
-        if !self.limits.prefix_cache {
+        if !self.limits.prefix_cache || !self.seq(id).attention.shares() {
             return;
         }
         let page_size = self.limits.page_size;
@@ -145,7 +146,7 @@ impl Scheduler {
         for at in seq.nodes.len()..seq.pages.len() {
             let written = seq.computed.saturating_sub(at * page_size).min(page_size);
             let mut taken = false;
-            if written > 0 && self.limits.prefix_cache {
+            if written > 0 && self.limits.prefix_cache && seq.attention.shares() {
                 let tokens = &seq.tokens[at * page_size..][..written];
                 let got = self.tree.insert(seq.salt, seq.nodes.last().copied(), tokens, seq.pages[at]);
                 taken = got.taken;
@@ -157,8 +158,59 @@ impl Scheduler {
         }
         seq.nodes.drain(..).rev().for_each(|n| self.tree.unlock(n));
         seq.pages.clear();
-        seq.computed = 0;
+        (seq.computed, seq.dropped) = (0, 0);
         self.seqs[id] = Some(seq);
+    }
+
+    /// Gives a sequence's branch its pages, if there are any that nobody else will soon want; else there is no branch.
+    pub(super) fn grow_branch(&mut self, id: SeqId, backend: &mut Backend) -> Result<()> {
+        let page_size = self.limits.page_size;
+        let seq = self.seq(id);
+        let (held, more) = (seq.held(), seq.branch.tokens.len());
+        if more == 0 {
+            return Ok(());
+        }
+        let common = held / page_size;
+        let need = (held + 1 + more).div_ceil(page_size) - common;
+        if self.available() < self.reserve() + need {
+            self.seq_mut(id).branch = Branch::default();
+            return Ok(());
+        }
+        let mut pages = Vec::with_capacity(need);
+        while pages.len() < need {
+            match self.alloc(backend)? {
+                Some(page) => pages.push(page),
+                None => {
+                    self.return_pages(pages);
+                    self.seq_mut(id).branch = Branch::default();
+                    return Ok(());
+                }
+            }
+        }
+        if !held.is_multiple_of(page_size) {
+            backend.copy_page(self.seq(id).pages[common], pages[0], held % page_size)?;
+        }
+        let seq = self.seq_mut(id);
+        seq.branch.all = seq.pages[..common].iter().chain(&pages).copied().collect();
+        seq.branch.pages = pages;
+        Ok(())
+    }
+
+    /// Its branch was the right one: what it wrote is the sequence's.
+    pub(crate) fn take_branch(&mut self, id: SeqId) {
+        let page_size = self.limits.page_size;
+        let seq = self.seq_mut(id);
+        let common = seq.held() / page_size;
+        let own = seq.pages.split_off(common);
+        let branch = std::mem::take(&mut seq.branch);
+        seq.pages.extend(branch.pages);
+        self.return_pages(own);
+    }
+
+    /// Gives up a sequence's branch.
+    pub(crate) fn cut_branch(&mut self, id: SeqId) {
+        let branch = std::mem::take(&mut self.seq_mut(id).branch);
+        self.return_pages(branch.pages);
     }
 
     fn freed(&mut self, place: Option<Place>) {

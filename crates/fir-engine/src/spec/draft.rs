@@ -43,10 +43,12 @@ impl Drafter {
         Self { backend, pool, page_size, max_tokens, known: HashMap::new(), ms_per_guess: 0.0 }
     }
 
-    /// Guesses, in the order of `wants`; none for sequences that it has not caught up with, or has no pages for.
-    pub(crate) fn guess(&mut self, wants: &[Want<'_>]) -> Result<Vec<Vec<u32>>> {
+    /// Guesses, in the order of `wants`, each with what would be the second choice for the first token; none for sequences
+    /// that it has not caught up with, or has no pages for.
+    pub(crate) fn guess(&mut self, wants: &[Want<'_>]) -> Result<Vec<(Vec<u32>, Option<u32>)>> {
         let start = Instant::now();
         let mut guesses = vec![Vec::new(); wants.len()];
+        let mut seconds = vec![None; wants.len()];
         let mut left = self.max_tokens;
         // What each is to compute next: at first what it has missed, then its own last guess.
         let mut next: Vec<Vec<u32>> = Vec::with_capacity(wants.len());
@@ -73,17 +75,20 @@ impl Drafter {
                 let known = &self.known[&wants[i].id];
                 tokens.extend_from_slice(&next[i]);
                 rows.push(tokens.len() as u32 - 1);
-                seqs.push(Seq { new: next[i].len(), past: known.tokens.len(), pages: &known.pages });
+                seqs.push(Seq { new: next[i].len(), past: known.tokens.len(), pages: &known.pages, ..Seq::default() });
             }
             let vocab = self.backend.vocab();
             let batch = Batch { tokens: &tokens, seqs: &seqs, logits: &rows, shared: &[] };
             let logits = self.backend.step(&batch)?;
             for (&i, row) in running.iter().zip(logits.chunks_exact(vocab)) {
-                let likeliest = row.iter().enumerate().fold(0, |best, (id, x)| if *x > row[best] { id } else { best });
+                let likeliest = best_of(row, usize::MAX);
                 let Some(known) = self.known.get_mut(&wants[i].id) else { continue };
                 known.tokens.append(&mut next[i]);
                 // All of the sequence and its guesses are computed: what comes next is a guess.
                 if known.tokens.len() == wants[i].tokens.len() + guesses[i].len() {
+                    if guesses[i].is_empty() && vocab > 1 {
+                        seconds[i] = Some(best_of(row, likeliest) as u32);
+                    }
                     guesses[i].push(likeliest as u32);
                     next[i].push(likeliest as u32);
                 }
@@ -94,7 +99,7 @@ impl Drafter {
             let each = start.elapsed().as_secs_f64() * 1e3 / guessed as f64;
             self.ms_per_guess += 0.1 * (each - self.ms_per_guess);
         }
-        Ok(guesses)
+        Ok(guesses.into_iter().zip(seconds).collect())
     }
 
     /// A sequence has ended.
@@ -115,17 +120,28 @@ impl Drafter {
     }
 }
 
+/// The likeliest token but `not`.
+fn best_of(row: &[f32], not: usize) -> usize {
+    let start = usize::from(not == 0);
+    (0..row.len()).filter(|&id| id != not).fold(start, |best, id| if row[id] > row[best] { id } else { best })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::backend::Toy;
+
+    /// Guesses without second choices.
+    fn guess(drafter: &mut Drafter, wants: &[Want<'_>]) -> Vec<Vec<u32>> {
+        drafter.guess(wants).unwrap().into_iter().map(|(guess, _)| guess).collect()
+    }
 
     /// What the toy says after `tokens`, the likeliest each time.
     fn alone(tokens: &[u32], n: usize) -> Vec<u32> {
         let mut all = tokens.to_vec();
         let mut drafter = Drafter::new(Backend::Toy(Toy::new(64, 4, 30)), 64, 4, 512);
         for _ in 0..n {
-            let got = drafter.guess(&[Want { id: 0, tokens: &all, most: 1 }]).unwrap();
+            let got = guess(&mut drafter, &[Want { id: 0, tokens: &all, most: 1 }]);
             all.extend(&got[0]);
         }
         all.split_off(tokens.len())
@@ -135,11 +151,11 @@ mod tests {
     fn follows_sequences_through_right_and_wrong_guesses() {
         let mut drafter = Drafter::new(Backend::Toy(Toy::new(64, 4, 30)), 64, 4, 512);
         let (mut a, b) = ((0..11).collect::<Vec<u32>>(), (5..30).collect::<Vec<u32>>());
-        let got = drafter.guess(&[Want { id: 7, tokens: &a, most: 3 }, Want { id: 9, tokens: &b, most: 2 }]).unwrap();
+        let got = guess(&mut drafter, &[Want { id: 7, tokens: &a, most: 3 }, Want { id: 9, tokens: &b, most: 2 }]);
         assert_eq!(got, [alone(&a, 3), alone(&b, 2)]);
         // The first was right, then another token came.
         a.extend([got[0][0], (got[0][1] + 1) % 30]);
-        let got = drafter.guess(&[Want { id: 7, tokens: &a, most: 4 }]).unwrap();
+        let got = guess(&mut drafter, &[Want { id: 7, tokens: &a, most: 4 }]);
         assert_eq!(got, [alone(&a, 4)]);
         [7, 9].into_iter().for_each(|id| drafter.forget(id));
         assert_eq!(drafter.pool.available(), 64);
@@ -150,16 +166,16 @@ mod tests {
         let mut drafter = Drafter::new(Backend::Toy(Toy::new(8, 4, 30)), 8, 4, 10);
         let long: Vec<u32> = (0..25).collect();
         let want = || [Want { id: 1, tokens: &long, most: 1 }];
-        assert!((0..2).all(|_| drafter.guess(&want()).unwrap()[0].is_empty()));
-        assert_eq!(drafter.guess(&want()).unwrap()[0], alone(&long, 1));
+        assert!((0..2).all(|_| guess(&mut drafter, &want())[0].is_empty()));
+        assert_eq!(guess(&mut drafter, &want())[0], alone(&long, 1));
         let other: Vec<u32> = (0..20).collect();
         for _ in 0..3 {
-            assert!(drafter.guess(&[Want { id: 2, tokens: &other, most: 1 }]).unwrap()[0].is_empty(), "no pages");
+            assert!(guess(&mut drafter, &[Want { id: 2, tokens: &other, most: 1 }])[0].is_empty(), "no pages");
         }
         drafter.forget(1);
         for _ in 0..2 {
-            drafter.guess(&[Want { id: 2, tokens: &other, most: 1 }]).unwrap();
+            guess(&mut drafter, &[Want { id: 2, tokens: &other, most: 1 }]);
         }
-        assert_eq!(drafter.guess(&[Want { id: 2, tokens: &other, most: 1 }]).unwrap()[0], alone(&other, 1));
+        assert_eq!(guess(&mut drafter, &[Want { id: 2, tokens: &other, most: 1 }])[0], alone(&other, 1));
     }
 }

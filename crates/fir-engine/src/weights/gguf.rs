@@ -228,7 +228,31 @@ fn kind_of(id: u32) -> Result<Kind, String> {
         0 => Kind::Dense(DType::F32),
         1 => Kind::Dense(DType::F16),
         30 => Kind::Dense(DType::BF16),
-        _ => Kind::Blocks(BlockFormat::from_gguf(id).map_err(|e| format!("its type is not one of ours: {e}"))?),
+        _ => Kind::Blocks(BlockFormat::from_gguf(id).map_err(|e| match name_of(id) {
+            Some(name) => format!("{name} is not one of the formats that are read: {e}"),
+            None => format!("its type is not one that is known: {e}"),
+        })?),
+    })
+}
+
+/// Formats that exist and are not read.
+fn name_of(id: u32) -> Option<&'static str> {
+    Some(match id {
+        9 => "Q8_1",
+        15 => "Q8_K",
+        16 => "IQ2_XXS",
+        17 => "IQ2_XS",
+        18 => "IQ3_XXS",
+        19 => "IQ1_S",
+        20 => "IQ4_NL",
+        21 => "IQ3_S",
+        22 => "IQ2_S",
+        29 => "IQ1_M",
+        34 => "TQ1_0",
+        35 => "TQ2_0",
+        39 => "MXFP4",
+        40 => "NVFP4",
+        _ => return None,
     })
 }
 
@@ -266,6 +290,16 @@ mod tests {
         assert_eq!(values["general.architecture"], Value::Text("llama".into()));
         assert_eq!(entries["w"].shape, [2, 3]);
         assert_eq!(entries["w"].range.len(), 24);
+    }
+
+    #[test]
+    fn a_format_that_is_not_read_is_named_with_its_tensor() {
+        let mut f = file();
+        // The tensor's type stands before its offset, which ends the table.
+        let at = f.windows(9).position(|w| w == b"\x01\0\0\0\0\0\0\0w").unwrap() + 9 + 4 + 16;
+        f[at..at + 4].copy_from_slice(&16u32.to_le_bytes());
+        let said = parse(&f).err().unwrap();
+        assert!(said.contains("tensor `w`: IQ2_XXS is not one of the formats that are read"), "{said}");
     }
 
     #[test]

@@ -223,6 +223,7 @@ pub(crate) fn engine_request(
         priority: common.priority(),
         deadline: state.config.queue_timeout.map(|t| Instant::now() + t),
         salt: common.cache_salt.as_deref().map_or(salt, |text| salted(salt, text)),
+        ..Request::default()
     })
 }
 

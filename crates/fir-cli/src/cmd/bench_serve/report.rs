@@ -37,7 +37,8 @@ const PERCENTILES: [f64; 4] = [50.0, 90.0, 99.0, 100.0];
 pub(crate) struct Report {
     times: [Times; 4],
     wall: f64,
-    offered: f64,
+    /// Requests per second; none if all came at once.
+    offered: Option<f64>,
     requests: usize,
     errors: BTreeMap<String, usize>,
     prompt: usize,
@@ -71,7 +72,7 @@ impl Report {
                 Times::new("whole request", whole),
             ],
             wall: wall.as_secs_f64(),
-            offered: arrivals.len().saturating_sub(1) as f64 / last.max(1e-9),
+            offered: (last > 0.0).then(|| arrivals.len().saturating_sub(1) as f64 / last),
             requests: outcomes.len(),
             errors,
             prompt: sum(|o| o.prompt),
@@ -91,7 +92,8 @@ impl Report {
         let Self { wall, offered, requests, peak, .. } = self;
         let _ = writeln!(
             text,
-            "{requests} requests in {wall:.1} s ({offered:.2}/s offered), at most {peak} at a time, {} failed",
+            "{requests} requests in {wall:.1} s ({}), at most {peak} at a time, {} failed",
+            offered.map_or("all at once".into(), |rate| format!("{rate:.2}/s offered")),
             self.failed()
         );
         let _ = writeln!(
@@ -267,6 +269,8 @@ mod tests {
         );
         assert_eq!(value["times"]["between_tokens_ms"]["max"], 10.0);
         assert_eq!(value["times"]["per_token_ms"]["p50"], 1.0);
+        let together = arrivals.map(|a| Arrival { at: Duration::ZERO, ..a });
+        assert!(Report::new(&together, &outcomes, ms(1000)).table().contains("(all at once)"));
         let table = report.table();
         assert!(table.contains("1 failed: 429: full") && table.contains("2.00 requests/s"), "{table}");
         assert_eq!(report.svg().matches("<polyline").count(), 4);
