@@ -1,6 +1,7 @@
 //! `fir._fir`: the library as a Python extension. The rest of the package is Python, in `python/fir`.
 
 mod error;
+mod llm;
 mod ops;
 mod plan;
 mod tensor;
@@ -15,5 +16,6 @@ fn _fir(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     variant::register(module)?;
     plan::register(module)?;
+    llm::register(module)?;
     ops::register(module)
 }

@@ -108,8 +108,9 @@ def alibi_tensor(n_heads: int, device: torch.device) -> torch.Tensor:
 def variant_for(
     causal: bool = False, window: bool = False, cap: bool = False, alibi: bool = False, mask: bool = False,
     sink: bool = False, items: bool = False, rope: Optional[tuple[float, float]] = None,
+    own: Optional[va.Variant] = None,
 ) -> va.Variant:
-    """The variant of these flags; a custom mask takes the place of the causal one."""
+    """The variant of these flags, and of the caller's; a custom mask takes the place of the causal one."""
     parts = []
     if rope is not None:
         parts.append(va.rope(rope[1], rope[0]))
@@ -130,6 +131,8 @@ def variant_for(
         parts.append(va.soft_cap())
     if sink:
         parts.append(va.sink())
+    if own is not None:
+        parts.append(own)
     whole = parts[0] if parts else va.standard()
     for part in parts[1:]:
         whole = whole & part
@@ -144,6 +147,7 @@ class Attention:
     def __init__(
         self, num_qo_heads: int, device: torch.device, *, causal=False, window_left=-1, logits_soft_cap=None,
         pos_encoding_mode="NONE", rope_scale=None, rope_theta=None, mask=None, sink=None, items=None,
+        own=None,
     ) -> None:
         cap = 0.0 if logits_soft_cap is None else float(logits_soft_cap)
         check_pos_encoding(pos_encoding_mode)
@@ -151,7 +155,7 @@ class Attention:
         if pos_encoding_mode == "ROPE_LLAMA":
             rope = (1.0 if rope_scale is None else float(rope_scale), 1e4 if rope_theta is None else float(rope_theta))
         self.variant = variant_for(
-            bool(causal), window_left >= 0, cap > 0, alibi, mask is not None, sink is not None, items is not None, rope
+            bool(causal), window_left >= 0, cap > 0, alibi, mask is not None, sink is not None, items is not None, rope, own
         )
         params: dict[str, Any] = {}
         if window_left >= 0:
@@ -198,16 +202,16 @@ def packed_mask(custom_mask, packed_custom_mask, qo_indptr, kv_lens):
 class Planned:
     """A plan that is kept from one batch to the next while the problem stays the same."""
 
-    __slots__ = ("_key", "plan", "attention")
+    __slots__ = ("key", "plan", "attention")
 
     def __init__(self) -> None:
-        self._key, self.plan, self.attention = None, None, None
+        self.key, self.plan, self.attention = None, None, None
 
     def prepare(self, shape, attention: Attention, like: torch.Tensor, requests: int, split):
         key = (shape, attention.variant, like.device, split)
-        if self._key != key:
+        if self.key != key:
             self.plan = _fir.BatchPlan(shape, attention.variant, like, requests=requests, split=split)
-            self._key = key
+            self.key = key
         self.attention = attention
         return self.plan
 

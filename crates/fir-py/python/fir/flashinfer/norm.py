@@ -6,7 +6,7 @@ from typing import Optional, Union
 
 import torch
 
-from .. import _fir
+from . import _native
 from ._core import number
 
 __all__ = [
@@ -32,48 +32,48 @@ def _rows(norm, x: torch.Tensor, weight: torch.Tensor, eps: float, out: Optional
 def rmsnorm(input: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, out: Optional[torch.Tensor] = None,
             enable_pdl: Optional[bool] = None) -> torch.Tensor:
     """``out = input / rms(input) * weight`` of each row: ``[batch, hidden]`` or ``[batch, heads, hidden]``."""
-    return _rows(_fir.rms_norm, input, weight, eps, out)
+    return _rows(_native.rms_norm, input, weight, eps, out)
 
 
 def gemma_rmsnorm(input: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, out: Optional[torch.Tensor] = None,
                   enable_pdl: Optional[bool] = None) -> torch.Tensor:
     """As ``rmsnorm``, with ``weight + 1``."""
-    return _rows(_fir.gemma_rms_norm, input, weight, eps, out)
+    return _rows(_native.gemma_rms_norm, input, weight, eps, out)
 
 
 def fused_add_rmsnorm(input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6,
                       enable_pdl: Optional[bool] = None) -> None:
     """``residual += input``, then ``input = rmsnorm(residual)``, both in place."""
-    _fir.fused_add_rms_norm(input, residual, weight, eps)
+    _native.fused_add_rms_norm(input, residual, weight, eps)
 
 
 def gemma_fused_add_rmsnorm(input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6,
                             enable_pdl: Optional[bool] = None) -> None:
     """As ``fused_add_rmsnorm``, with ``weight + 1``."""
-    _fir.gemma_fused_add_rms_norm(input, residual, weight, eps)
+    _native.gemma_fused_add_rms_norm(input, residual, weight, eps)
 
 
 def rmsnorm_quant(out: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, scale: Union[float, torch.Tensor],
                   eps: float = 1e-6, enable_pdl: Optional[bool] = None) -> None:
     """``out = fp8(rmsnorm(input) / scale)``; a ``scale`` on a device costs one copy and one wait."""
-    _fir.rms_norm_quant(input, weight, number(scale), eps, out)
+    _native.rms_norm_quant(input, weight, number(scale), eps, out)
 
 
 def fused_add_rmsnorm_quant(out: torch.Tensor, input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor,
                             scale: Union[float, torch.Tensor], eps: float = 1e-6,
                             enable_pdl: Optional[bool] = None) -> None:
     """``residual += input``, then ``out = fp8(rmsnorm(residual) / scale)``."""
-    _fir.fused_add_rms_norm_quant(input, residual, weight, number(scale), eps, out)
+    _native.fused_add_rms_norm_quant(input, residual, weight, number(scale), eps, out)
 
 
 def layernorm(input: torch.Tensor, gemma: torch.Tensor, beta: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     """``(input - mean) / sqrt(var + eps) * gemma + beta`` of each row."""
     out = torch.empty_like(input)
-    _fir.layer_norm(input, gemma, beta, eps, out)
+    _native.layer_norm(input, gemma, beta, eps, out)
     return out
 
 
 def layernorm_quant(out: torch.Tensor, input: torch.Tensor, gemma: torch.Tensor, beta: torch.Tensor,
                     scale: Union[float, torch.Tensor], eps: float = 1e-6) -> None:
     """``out = fp8(layernorm(input) / scale)``."""
-    _fir.layer_norm_quant(input, gemma, beta, number(scale), eps, out)
+    _native.layer_norm_quant(input, gemma, beta, number(scale), eps, out)

@@ -10,6 +10,7 @@ from typing import Optional
 import torch
 
 from .. import _fir
+from . import _native
 from ._core import F32, I32, host, number, refuse
 
 __all__ = [
@@ -22,7 +23,7 @@ __all__ = [
 def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
     """Eight truth values to a byte, ``[ceil(n / 8)]``, uint8."""
     out = torch.empty(((x.shape[0] + 7) // 8,), dtype=torch.uint8, device=x.device)
-    _fir.packbits(_truth(x), bitorder, out)
+    _native.packbits(_truth(x), bitorder, out)
     return out
 
 
@@ -45,14 +46,14 @@ def quantize_fp8(x: torch.Tensor, block: tuple[int, int], dtype: torch.dtype = t
     counts = tuple(1 if b == 0 else -(-n // b) for n, b in zip((rows, columns), block))
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     scales = torch.empty(x.shape[:-2] + counts, dtype=F32, device=x.device)
-    _fir.quantize_fp8(x, block, out, scales)
+    _native.quantize_fp8(x, block, out, scales)
     return out, scales
 
 
 def dequantize_fp8(x: torch.Tensor, scales: torch.Tensor, block: tuple[int, int], dtype: torch.dtype = F32):
     """The numbers that fp8 and its scales stand for."""
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    _fir.dequantize_fp8(x, scales, block, out)
+    _native.dequantize_fp8(x, scales, block, out)
     return out
 
 
@@ -84,7 +85,7 @@ def mxfp8_quantize(input: torch.Tensor, is_sf_swizzled_layout: bool = True, alig
     _plain(is_sf_swizzled_layout or sf_swizzle_layout is not None)
     out = torch.empty(input.shape, dtype=torch.float8_e4m3fn, device=input.device)
     scales = torch.empty((input.shape[0], input.shape[1] // 32), dtype=torch.uint8, device=input.device)
-    _fir.quantize_blocks("mxfp8", input, out, scales)
+    _native.quantize_blocks("mxfp8", input, out, scales)
     return out, scales
 
 
@@ -93,7 +94,7 @@ def mxfp8_dequantize_host(input: torch.Tensor, scale_tensor: torch.Tensor, is_sf
     """The numbers of ``mxfp8_quantize``, f32."""
     _plain(is_sf_swizzled_layout or sf_swizzle_layout is not None)
     out = torch.empty(input.shape, dtype=F32, device=input.device)
-    _fir.dequantize_blocks("mxfp8", input, scale_tensor.view(input.shape[0], -1), out)
+    _native.dequantize_blocks("mxfp8", input, scale_tensor.view(input.shape[0], -1), out)
     return out
 
 
@@ -104,7 +105,7 @@ def mxfp4_quantize(a: torch.Tensor, backend: str = "cuda", enable_pdl: Optional[
         refuse("sfLayout", sfLayout, "'linear': the swizzled order is Blackwell's")
     out = torch.empty((a.shape[0], a.shape[1] // 2), dtype=torch.uint8, device=a.device)
     scales = torch.empty((a.shape[0], a.shape[1] // 32), dtype=torch.uint8, device=a.device)
-    _fir.quantize_blocks("mxfp4", a, out, scales)
+    _native.quantize_blocks("mxfp4", a, out, scales)
     return out, scales
 
 
@@ -120,7 +121,7 @@ def mxfp4_dequantize_host(weight: torch.Tensor, scale: torch.Tensor, group_size:
     if group_size != 32:
         refuse("group_size", group_size, "32")
     out = torch.empty((weight.shape[0], weight.shape[1] * 2), dtype=F32, device=weight.device)
-    _fir.dequantize_blocks("mxfp4", weight, scale, out)
+    _native.dequantize_blocks("mxfp4", weight, scale, out)
     return out
 
 
@@ -129,7 +130,7 @@ def nvfp4_kv_quantize(input: torch.Tensor, global_scale: torch.Tensor):
     ``value = e2m1 * scale * global_scale``."""
     out = torch.empty((input.shape[0], input.shape[1] // 2), dtype=torch.uint8, device=input.device)
     scales = torch.empty((input.shape[0], input.shape[1] // 16), dtype=torch.uint8, device=input.device)
-    _fir.quantize_blocks("nvfp4", input, out, scales, number(global_scale))
+    _native.quantize_blocks("nvfp4", input, out, scales, number(global_scale))
     return out, scales
 
 
@@ -137,5 +138,5 @@ def nvfp4_kv_dequantize(fp4_data: torch.Tensor, block_scales: torch.Tensor, glob
                         output_dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """The numbers of ``nvfp4_kv_quantize``."""
     out = torch.empty((fp4_data.shape[0], fp4_data.shape[1] * 2), dtype=output_dtype, device=fp4_data.device)
-    _fir.dequantize_blocks("nvfp4", fp4_data, block_scales, out, number(global_scale))
+    _native.dequantize_blocks("nvfp4", fp4_data, block_scales, out, number(global_scale))
     return out
