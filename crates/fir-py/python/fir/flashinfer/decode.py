@@ -11,11 +11,12 @@ import torch
 from .. import _fir
 from ._core import F32, Attention, check_backend, check_layout, dtype_of, host, number, refuse, split_of, stored, unpack_kv
 from ._wrapper import Paged, block_scales, planned_types
-from .prefill import single_request, table_of
+from .prefill import single_prefill_with_kv_cache_with_jit_module, single_request, table_of
 
 __all__ = [
     "BatchDecodeMlaWithPagedKVCacheWrapper", "BatchDecodeWithPagedKVCacheWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper", "fast_decode_plan", "single_decode_with_kv_cache",
+    "single_decode_with_kv_cache_with_jit_module",
     "trtllm_batch_decode_with_kv_cache",
     "xqa_batch_decode_with_kv_cache",
 ]
@@ -43,6 +44,16 @@ def single_decode_with_kv_cache(
         1.0 if rope_scale is None else rope_scale, 1e4 if rope_theta is None else rope_theta, scale, number(k_scale),
         number(v_scale))
     return (out[0], lse[0]) if return_lse else out[0]
+
+
+def single_decode_with_kv_cache_with_jit_module(
+    jit_module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args, kv_layout: str = "NHD", window_left: int = -1,
+    return_lse: bool = False,
+):
+    """Attention of one query token by a module of ``flashinfer.jit``; ``args`` are its tensors, then its scalars."""
+    result = single_prefill_with_kv_cache_with_jit_module(
+        jit_module, q.unsqueeze(0), k, v, *args, kv_layout=kv_layout, window_left=window_left, return_lse=return_lse)
+    return (result[0][0], result[1][0]) if return_lse else result[0]
 
 
 class BatchDecodeWithPagedKVCacheWrapper(Paged):

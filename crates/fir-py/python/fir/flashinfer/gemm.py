@@ -10,7 +10,7 @@ from . import _native
 from ._core import host, refuse
 
 __all__ = [
-    "SegmentGEMMWrapper", "bmm_bf16", "bmm_fp8", "fp8_blockscale_gemm_sm90", "grouped_mm_bf16", "mm_bf16",
+    "SegmentGEMMWrapper", "bmm_bf16", "bmm_fp8", "fp8_blockscale_gemm_sm90", "grouped_mm_bf16", "grouped_mm_fp8", "mm_bf16",
     "tinygemm_bf16",
 ]
 
@@ -76,6 +76,17 @@ def grouped_mm_bf16(a: torch.Tensor, b: torch.Tensor, m_indptr: torch.Tensor, ou
     if out is None:
         out = torch.empty((a.shape[0], b.shape[1]), dtype=out_dtype, device=a.device)
     _native.grouped_gemm((a, None, (0, 0)), m_indptr, (b, None, (0, 0)), out)
+    return out
+
+
+def grouped_mm_fp8(a: torch.Tensor, b: torch.Tensor, m_indptr: torch.Tensor, alpha: Optional[torch.Tensor] = None,
+                   out: Optional[torch.Tensor] = None, out_dtype: torch.dtype = torch.bfloat16, *,
+                   backend: str = "cudnn", tactic: int = -1) -> torch.Tensor:
+    """As ``grouped_mm_bf16``, of fp8, times ``alpha`` ``[1]``."""
+    if out is None:
+        out = torch.empty((a.shape[0], b.shape[1]), dtype=out_dtype, device=a.device)
+    scale = None if alpha is None else alpha.reshape(1, 1)
+    _native.grouped_gemm((a, scale, (0, 0)), m_indptr, (b, None, (0, 0)), out)
     return out
 
 

@@ -15,10 +15,12 @@ from ._core import (
     split_of, stored, unpack_kv,
 )
 from ._wrapper import Paged, Wrapper, block_scales, items_of
+from .utils import MaskMode
 
 __all__ = [
     "BatchPrefillWithPagedKVCacheWrapper", "BatchPrefillWithRaggedKVCacheWrapper", "fmha_varlen",
     "single_prefill_with_kv_cache", "single_prefill_with_kv_cache_return_lse",
+    "single_prefill_with_kv_cache_with_jit_module",
     "trtllm_batch_context_with_kv_cache", "trtllm_fmha_v2_prefill",
     "trtllm_ragged_attention_deepseek",
 ]
@@ -76,6 +78,23 @@ def single_prefill_with_kv_cache(
         q, k, v, out, lse, *mask, causal, window_left, logits_soft_cap or 0.0, pos_encoding_mode,
         1.0 if rope_scale is None else rope_scale, 1e4 if rope_theta is None else rope_theta, scale,
         number(k_scale) * number(scale_k), number(v_scale) * number(scale_v))
+    return (out, lse) if return_lse else out
+
+
+def single_prefill_with_kv_cache_with_jit_module(
+    jit_module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args, kv_layout: str = "NHD",
+    mask_mode: int = MaskMode.NON_CAUSAL.value, window_left: int = -1, return_lse: bool = False,
+):
+    """Attention of one request by a module of ``flashinfer.jit``; ``args`` are its tensors, then its scalars."""
+    check_layout(kv_layout)
+    if mask_mode not in (MaskMode.NON_CAUSAL.value, MaskMode.CAUSAL.value):
+        refuse("mask_mode", mask_mode, "NON_CAUSAL or CAUSAL: another mask is for the module's variant to tell")
+    params, scale = jit_module.values(args, 1.0 / math.sqrt(q.shape[-1]))
+    attention = Attention(q.shape[1], q.device, causal=mask_mode == MaskMode.CAUSAL.value, window_left=window_left,
+                          own=jit_module.variant)
+    out = torch.empty(q.shape[:2] + (v.shape[-1],), dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:2], dtype=F32, device=q.device) if return_lse else None
+    _fir.single(q, k, v, attention.variant, out, lse, scale, {**(attention.params or {}), **params}, kv_layout)
     return (out, lse) if return_lse else out
 
 

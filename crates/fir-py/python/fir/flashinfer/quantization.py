@@ -11,11 +11,11 @@ import torch
 
 from .. import _fir
 from . import _native
-from ._core import F32, I32, host, number, refuse
+from ._core import F32, I32, check_layout, host, number, refuse
 
 __all__ = [
     "dequantize_fp8", "mxfp4_dequantize", "mxfp4_dequantize_host", "mxfp4_quantize", "mxfp8_dequantize_host",
-    "mxfp8_quantize", "nvfp4_kv_dequantize", "nvfp4_kv_quantize", "packbits", "per_token_group_quant_8bit",
+    "mxfp8_quantize", "nvfp4_kv_dequantize", "nvfp4_kv_dequantize_paged", "nvfp4_kv_quantize", "packbits", "per_token_group_quant_8bit",
     "quantize_fp8", "segment_packbits",
 ]
 
@@ -140,3 +140,26 @@ def nvfp4_kv_dequantize(fp4_data: torch.Tensor, block_scales: torch.Tensor, glob
     out = torch.empty((fp4_data.shape[0], fp4_data.shape[1] * 2), dtype=output_dtype, device=fp4_data.device)
     _native.dequantize_blocks("nvfp4", fp4_data, block_scales, out, number(global_scale))
     return out
+
+
+def nvfp4_kv_dequantize_paged(
+    paged_kv_cache, kv_cache_sf, block_tables: torch.Tensor, seq_lens: torch.Tensor, k_scale: torch.Tensor,
+    v_scale: torch.Tensor, output_k: torch.Tensor, output_v: torch.Tensor, kv_layout: str = "NHD",
+) -> None:
+    """The numbers of a paged NVFP4 cache in ``[batch, max_seq_len, kv_heads, head_dim]``; tokens past ``seq_lens`` are left
+    as they are. Pages of one request after another are gathered, then dequantized."""
+    check_layout(kv_layout)
+    halves = lambda x: x if isinstance(x, (tuple, list)) else (x[:, 0], x[:, 1])
+    tables, lens = host(block_tables), host(seq_lens).tolist()
+    sides = zip(halves(paged_kv_cache), halves(kv_cache_sf), (k_scale, v_scale), (output_k, output_v))
+    for codes, scales, scale, out in sides:
+        page_size, factor = codes.shape[1 if kv_layout == "NHD" else 2], number(scale)
+        for r, tokens in enumerate(lens):
+            ids = tables[r, : -(-tokens // page_size)].to(device=codes.device, dtype=torch.int64)
+            pages = [t.view(torch.uint8).index_select(0, ids) for t in (codes, scales)]
+            if kv_layout == "HND":
+                pages = [p.transpose(1, 2) for p in pages]
+            pages = [p.reshape(-1, p.shape[-1]) for p in pages]
+            rows = torch.empty((pages[0].shape[0], out.shape[-1]), dtype=out.dtype, device=out.device)
+            _native.dequantize_blocks("nvfp4", *pages, rows, factor)
+            out[r, :tokens].copy_(rows.view(-1, *out.shape[2:])[:tokens])
