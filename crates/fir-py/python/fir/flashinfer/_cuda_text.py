@@ -23,6 +23,13 @@ _LENGTHS = {"params.get_qo_len": va.q_len, "params.get_kv_len": va.kv_len}
 _NUMBERS = {"math::log2e": math.log2(math.e), "math::loge2": math.log(2.0), "math::inf": math.inf, "true": 1, "false": 0}
 
 
+def variant_name(name: str) -> str:
+    """A name as the library wants them: ``flash_sigmoid`` is ``FlashSigmoid``."""
+    words = re.findall(r"[A-Za-z0-9]+", name)
+    camel = "".join(w[0].upper() + w[1:] for w in words)
+    return camel if camel[:1].isalpha() else f"V{camel}"
+
+
 def _unsupported(name: str, what: str):
     raise NotImplementedError(
         f"variant {name}: {what} has no expression of the library's; give a fir.variant.Variant as variant_decl instead")
@@ -181,7 +188,7 @@ class _Translator:
             logits = logits * self.value(("name", "sm_scale_log2"), {}) * math.log(2.0)
         body = self.hook("LOGITS_MASK")
         mask = None if body is None else self.truth(body, {})
-        return va.variant(self.name, logits=logits, mask=mask, softmax=softmax)
+        return va.variant(variant_name(self.name), logits=logits, mask=mask, softmax=softmax)
 
     def hook(self, name: str):
         found = re.search(rf"REGISTER_{name}\s*\(", self.text)
@@ -196,8 +203,9 @@ class _Translator:
         while body[0] == "let":
             lets[body[1]], body = body[2], body[3]
         plain = body == ("name", "output")
-        scaled = body[0] == "*" and ("name", "output") in body and any(
-            "rcp" in repr(lets.get(part[1], part)) for part in body[1:] if part != ("name", "output"))
+        factors = [part for part in body[1:] if part != ("name", "output")]
+        scaled = body[0] == "*" and len(factors) == 1 and "rcp" in repr(
+            lets.get(factors[0][1], factors[0]) if isinstance(factors[0], tuple) else factors[0])
         if not (scaled if softmax else plain):
             _unsupported(self.name, "this OUTPUT_TRANSFORM")
 

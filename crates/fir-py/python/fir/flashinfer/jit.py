@@ -418,4 +418,6 @@ class Kernel:
 def compile(score: Callable[..., Any], name: Optional[str] = None) -> Kernel:
     """A kernel from a Python function of a score: ``score(q, k, params)`` returns an expression of ``q @ k.T`` and of
     numbers named by attributes of ``params``."""
-    return Kernel(va.variant(name or score.__name__, logits=score(_Queries(), _Keys(), _Names())))
+    from ._cuda_text import variant_name
+
+    return Kernel(va.variant(variant_name(name or score.__name__), logits=score(_Queries(), _Keys(), _Names())))
