@@ -215,14 +215,17 @@ class suppress_stdout_stderr:
 
     def __enter__(self):
         sys.stdout.flush(), sys.stderr.flush()
-        self._saved, null = [os.dup(1), os.dup(2)], os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, 1), os.dup2(null, 2), os.close(null)
+        self._null, self._streams = open(os.devnull, "w"), (sys.stdout, sys.stderr)
+        self._saved = [os.dup(1), os.dup(2)]
+        os.dup2(self._null.fileno(), 1), os.dup2(self._null.fileno(), 2)
+        sys.stdout = sys.stderr = self._null
         return self
 
     def __exit__(self, *_):
-        sys.stdout.flush(), sys.stderr.flush()
+        sys.stdout, sys.stderr = self._streams
         for to, saved in enumerate(self._saved, 1):
             os.dup2(saved, to), os.close(saved)
+        self._null.close()
 
 
 def bench_kineto(fn, kernel_names, num_tests: int = 30, suppress_kineto_output: bool = False,
