@@ -191,11 +191,11 @@ def test_ragged_prefill_with_two_head_dims_and_scales():
         close(lse[rows], want_lse)
 
 
-def test_batch_attention_and_sinks():
+def test_batch_attention_and_sinks(device):
     kv_lens = [20, 5]
     pages = Pages(kv_lens, 4, 2, 32, torch.float32)
     qo, q = torch.tensor([0, 3, 5], dtype=torch.int32), torch.randn(5, 4, 32)
-    plain = fi.BatchAttention(device="cpu")
+    plain = fi.BatchAttention(device=device)
     plain.plan(qo, pages.indptr, pages.indices, pages.lens, 4, 2, 32, 32, 4, causal=True, q_data_type=torch.float32,
                kv_data_type=torch.float32)
     out, lse = plain.run(q, pages.cache)

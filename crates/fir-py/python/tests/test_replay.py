@@ -165,7 +165,7 @@ def test_vllm_context_parallel_states():
 def test_vllm_samplers_and_the_rest():
     logits = torch.randn(4, 1000)
     probs = logits.softmax(-1)
-    k, p = i32(1, 5, 50, 1000), torch.tensor([0.1, 0.5, 0.9, 1.0])
+    k, p = i32(1, 5, 50, 1000), torch.tensor([1e-6, 0.5, 0.9, 1.0])
     best = logits.argmax(-1).int()
     for got in (fi.sampling.top_p_sampling_from_probs(probs, p, deterministic=True),
                 fi.sampling.top_k_sampling_from_probs(probs, k, deterministic=True),

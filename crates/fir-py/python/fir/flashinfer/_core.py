@@ -40,6 +40,11 @@ def host(t: torch.Tensor) -> torch.Tensor:
     return t.cpu() if t.is_cuda else t
 
 
+def host_i32(values) -> torch.Tensor:
+    """Integers in host memory, whatever torch's default device is."""
+    return torch.tensor(values, dtype=I32, device="cpu")
+
+
 def number(x) -> float:
     """A float from a number or a tensor of one element, None being 1."""
     if x is None:
@@ -191,8 +196,8 @@ def packed_mask(custom_mask, packed_custom_mask, qo_indptr, kv_lens):
         bits.append(bits[-1] + (q1 - q0) * n)
     device = (custom_mask if packed_custom_mask is None else packed_custom_mask).device
     if packed_custom_mask is None:
-        indptr = torch.tensor(bits, dtype=I32)
-        return segment_packbits(custom_mask.reshape(-1), indptr.to(device), bitorder="little")
+        indptr = host_i32(bits)
+        return segment_packbits(custom_mask.reshape(-1), indptr, bitorder="little")
     bytes_ = [0]
     for a, b in zip(bits, bits[1:]):
         bytes_.append(bytes_[-1] + (b - a + 7) // 8)

@@ -23,6 +23,10 @@ def block_scales(kv_cache_sf):
     return kv_cache_sf[:, 0], kv_cache_sf[:, 1]
 
 
+#: Stands for a sink that comes with `run`.
+_NO_SINK = torch.empty(0, device="cpu")
+
+
 class Wrapper:
     """A plan and how it is run. The workspace only tells the device; scratch is sized by the plan."""
 
@@ -60,7 +64,7 @@ class Wrapper:
 
     def _set(self, shape, batch, split, *, mask, items, sm_scale, **flags):
         """The plan of a problem; what engines read of it."""
-        sink = torch.empty(0) if self._sink else None
+        sink = _NO_SINK if self._sink else None
         own = None if self._jit_module is None else self._jit_module.variant
         attention = Attention(shape[0], self.device, mask=mask, items=items, sink=sink, own=own, **flags)
         plan = self._planned.prepare(shape, attention, self._float_workspace_buffer, batch, split)

@@ -7,7 +7,7 @@ from typing import Optional
 
 import torch
 
-from ._core import host, number
+from ._core import host, host_i32, number
 from .prefill import BatchPrefillWithPagedKVCacheWrapper
 
 __all__ = ["BatchAttention", "BatchAttentionWithAttentionSinkWrapper"]
@@ -27,8 +27,7 @@ class BatchAttention:
         use_profiler: bool = False,
     ) -> None:
         """Plans a batch; ``use_profiler`` is ignored."""
-        last = torch.tensor([(n - 1) % page_size + 1 if n > 0 else 0 for n in host(kv_len_arr).tolist()],
-                            dtype=torch.int32)
+        last = host_i32([(n - 1) % page_size + 1 if n > 0 else 0 for n in host(kv_len_arr).tolist()])
         self._wrapper.plan(
             qo_indptr, kv_indptr, kv_indices, last, num_qo_heads, num_kv_heads, head_dim_qk, page_size, head_dim_vo,
             causal=causal, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap, q_data_type=q_data_type,

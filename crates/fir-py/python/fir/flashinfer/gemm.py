@@ -113,7 +113,7 @@ class SegmentGEMMWrapper:
             ends = [0]
             for n in host(seg_lens).tolist():
                 ends.append(ends[-1] + n)
-            seg_indptr = torch.tensor(ends, dtype=torch.int64)
+            seg_indptr = torch.tensor(ends, dtype=torch.int64, device="cpu")
         seg_indptr = host(seg_indptr)
         if len(seg_indptr) != batch_size + 1:
             refuse("batch_size", batch_size, f"{len(seg_indptr) - 1}, the number of segments")

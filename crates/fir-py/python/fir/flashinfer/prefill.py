@@ -11,7 +11,7 @@ import torch
 from .. import _fir
 from . import _native
 from ._core import (
-    F32, I32, Attention, check_backend, check_layout, check_pos_encoding, dtype_of, host, number, packed_mask, refuse,
+    F32, Attention, check_backend, check_layout, check_pos_encoding, dtype_of, host, host_i32, number, packed_mask, refuse,
     split_of, stored, unpack_kv,
 )
 from ._wrapper import Paged, Wrapper, block_scales, items_of
@@ -34,7 +34,7 @@ def _single(q, k, v, out, lse, mask, mask_indptr, causal, window, cap, encoding,
         rope_scale=rope_scale, rope_theta=rope_theta, mask=None if mask is None else (mask, mask_indptr))
     shape = (heads, k.shape[1], dim, v.shape[2], q.dtype, k.dtype, out.dtype)
     plan = _fir.BatchPlan(shape, attention.variant, q, requests=1)
-    plan.plan_ragged(torch.tensor([0, tokens], dtype=I32), torch.tensor([0, kv_len], dtype=I32))
+    plan.plan_ragged(host_i32([0, tokens]), host_i32([0, kv_len]))
     plan.run(q, k, v, out, lse, sm_scale, attention.params, k_scale, v_scale)
 
 
@@ -305,7 +305,7 @@ def fmha_varlen(
 def table_of(block_tables: torch.Tensor, seq_lens: torch.Tensor, page_size: int):
     """CSR form of a padded table: every row keeps its width, lengths tell what is used."""
     batch, width = block_tables.shape
-    indptr = torch.tensor(range(0, batch * width + 1, width) if width else [0] * (batch + 1), dtype=torch.int32)
+    indptr = host_i32(range(0, batch * width + 1, width) if width else [0] * (batch + 1))
     return indptr, block_tables.reshape(-1), host(seq_lens)
 
 

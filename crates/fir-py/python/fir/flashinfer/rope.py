@@ -8,7 +8,7 @@ import torch
 
 from .. import _fir
 from . import _native
-from ._core import host, refuse
+from ._core import host, host_i32, refuse
 
 __all__ = [
     "apply_llama31_rope", "apply_llama31_rope_inplace", "apply_llama31_rope_pos_ids", "apply_llama31_rope_pos_ids_inplace",
@@ -91,7 +91,7 @@ def _heads(x: torch.Tensor, head_size: int) -> torch.Tensor:
         return x
     if x.shape[-1] % head_size:
         raise ValueError(f"last axis of {x.shape[-1]}, expected a multiple of head_size={head_size}")
-    return x.unflatten(-1, (-1, head_size))
+    return x.view(*x.shape[:-1], -1, head_size)
 
 
 def apply_rope_with_cos_sin_cache(positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, head_size: int,
@@ -170,7 +170,7 @@ def rope_quantize_fp8_append_paged_kv_cache(
         refuse("paged_kv_cache", f"{len(cache)} tensors", "two")
     outs = _quantized(q_rope, None, q_nope, None, quantize_dtype or cache[0].dtype, (q_rope_out, None, q_nope_out, None))
     indptr = host(kv_indptr)
-    full = torch.full((len(indptr) - 1,), page_size, dtype=torch.int32)
+    full = host_i32([page_size] * (len(indptr) - 1))
     slots = (page_size, indptr, kv_indices, full, batch_indices, positions)
     scale = 1.0 / quant_scale_kv
     _fir.rope_quantize_append(

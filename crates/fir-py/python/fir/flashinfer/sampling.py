@@ -39,7 +39,7 @@ def get_seed_and_offset(increment: int, generator: Optional[torch.Generator] = N
         generator.set_offset(offset + (increment + 3) // 4 * 4)
         return generator.initial_seed(), offset
     # A CPU generator has no offset to move: one draw from it is the seed.
-    seed = torch.empty((1,), dtype=torch.int64).random_(generator=generator).item()
+    seed = torch.empty((1,), dtype=torch.int64, device="cpu").random_(generator=generator).item()
     return seed, 0
 
 
