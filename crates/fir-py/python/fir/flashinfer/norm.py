@@ -133,7 +133,7 @@ def fused_qk_rmsnorm_rope(
             _native.rms_norm(part, weight, eps, flat)
         else:
             flat.copy_(part)
-    q, k = (t.view(-1, n, head_dim) for t, n in zip(fresh, heads))
+    q, k = (t.view(-1, n, head_dim) for t, n in zip(fresh[:2], heads))
     table = _angles_3d((ppf, pph, ppw), channels, base, qkv.device)
     _native.apply_rope(q, k, _places(rows.shape[0], period, qkv.device), None, table, interleave)
     results = []

@@ -62,16 +62,17 @@ def per_token_group_quant_8bit(
     column_major_scales: bool = False, scale_tma_aligned: bool = False, scale_ue8m0: bool = False,
     backend: str = "cutile",
 ):
-    """fp8 with a scale per ``group_size`` elements of a row. ``eps`` is ignored: scales are at least 2^-126."""
+    """fp8 with a scale per ``group_size`` elements of a row. ``eps`` is ignored: scales are at least 2^-126; so is
+    ``backend``. ``column_major_scales`` gives the same scales with the rows next to each other in memory."""
     dtype = dst_dtype or torch.float8_e4m3fn
     if dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
         refuse("dst_dtype", dtype, "float8_e4m3fn or float8_e5m2")
-    for name, got in (("column_major_scales", column_major_scales), ("scale_tma_aligned", scale_tma_aligned),
-                      ("scale_ue8m0", scale_ue8m0)):
+    for name, got in (("scale_tma_aligned", scale_tma_aligned), ("scale_ue8m0", scale_ue8m0)):
         if got:
             refuse(name, got, "False")
     q, s = quantize_fp8(x.reshape(-1, x.shape[-1]), (1, group_size), dtype)
-    return q.view(x.shape), s.view(x.shape[:-1] + (x.shape[-1] // group_size,))
+    s = s.view(x.shape[:-1] + (x.shape[-1] // group_size,))
+    return q.view(x.shape), s.transpose(-1, -2).contiguous().transpose(-1, -2) if column_major_scales else s
 
 
 def _plain(is_sf_swizzled_layout: bool) -> None:
