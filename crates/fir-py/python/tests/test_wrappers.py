@@ -377,3 +377,22 @@ def test_deprecated_forms_and_plans_that_change():
     for names in (dict(use_cuda_graph=True), dict(use_cuda_graph=True, paged_kv_indptr_buffer=i32(0), paged_kv_indices_buffer=i32(0), paged_kv_last_page_len_buffer=i32(0))):
         with pytest.raises(ValueError, match="should be a torch.Tensor|expected batch_size"):
             fi.BatchDecodeWithPagedKVCacheWrapper(torch.empty(1), **names)
+
+
+def test_a_plan_of_the_same_kind_is_kept_and_another_is_not():
+    first, then = Pages(LENS, PAGE, KV_HEADS, DIM, BF16), Pages([30, 2, 7], PAGE, KV_HEADS, DIM, BF16)
+    q, wrapper = torch.randn(3, HEADS, DIM).to(BF16), fi.BatchDecodeWithPagedKVCacheWrapper(torch.empty(1))
+    seen = []
+    for pages, flags in ((first, {}), (then, {}), (first, dict(sm_scale=0.3)), (then, dict(sm_scale=0.3)), (first, dict(window_left=2)), (then, dict(window_left=3)),
+                         (first, dict(logits_soft_cap=2.0)), (then, {}), (first, {})):
+        wrapper.plan(pages.indptr, pages.indices, pages.last, HEADS, KV_HEADS, DIM, PAGE, q_data_type=BF16, **flags)
+        near(wrapper.run(q, pages.cache), batch(q, [0, 1, 2, 3], pages.request, **flags)[0])
+        near(wrapper.forward(q, pages.cache, sm_scale=0.7, window_left=flags.get("window_left", -1), logits_soft_cap=flags.get("logits_soft_cap")),
+             batch(q, [0, 1, 2, 3], pages.request, **{**flags, "sm_scale": 0.7})[0])
+        seen.append(wrapper._planned.plan)
+    assert seen[0] is seen[1] is seen[2] is seen[3] and seen[4] is seen[5] is not seen[3] and seen[7] is seen[8]
+    prefill = fi.BatchPrefillWithPagedKVCacheWrapper(torch.empty(1))
+    mask = torch.ones(sum(LENS), dtype=torch.bool)
+    for given in (None, mask, None):
+        prefill.plan(i32(0, 1, 2, 3), first.indptr, first.indices, first.last, HEADS, KV_HEADS, DIM, PAGE, q_data_type=BF16, custom_mask=given)
+        near(prefill.run(q, first.cache), batch(q, [0, 1, 2, 3], first.request)[0])
