@@ -2,6 +2,7 @@
 
 mod bench;
 mod error;
+mod llm;
 mod ops;
 mod plan;
 mod tensor;
@@ -17,5 +18,6 @@ fn _fir(module: &Bound<'_, PyModule>) -> PyResult<()> {
     variant::register(module)?;
     plan::register(module)?;
     bench::register(module)?;
+    llm::register(module)?;
     ops::register(module)
 }

@@ -72,10 +72,10 @@ impl Table {
             let ids = host_i32(&ids, "indices")?;
             // The pool is not known before `run`, which sees that it has this many pages; unused slots may hold anything.
             let tokens = tokens_of(&indptr, &lens, page_size, what);
-            let used = |r: usize, n: usize| {
-                ids.get(indptr[r] as usize..).unwrap_or(&[]).iter().take(n.div_ceil(page_size.max(1)))
-            };
-            let most = tokens.iter().enumerate().flat_map(|(r, &n)| used(r, n)).max().copied().unwrap_or(-1);
+            let most = tokens.iter().zip(&*indptr).fold(-1, |most, (&n, &first)| {
+                let used = ids.get(first as usize..).unwrap_or(&[]);
+                used[..used.len().min(n.div_ceil(page_size.max(1)))].iter().fold(most, |most, &id| most.max(id))
+            });
             let pages = usize::try_from(i64::from(most) + 1).unwrap_or(0);
             let (indptr, ids) = (indptr.into_owned(), ids.into_owned());
             let table = match what {
@@ -250,7 +250,7 @@ struct Batch {
     scratch: Scratch,
 }
 
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(crate) fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(|e| e.into_inner())
 }
 

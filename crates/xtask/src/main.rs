@@ -84,6 +84,10 @@ enum Command {
         /// With the extension of the test profile instead of a wheel, as CI does.
         #[arg(long)]
         quick: bool,
+        /// Makes target/python-bundle instead of running the tests: the wheel's files, the tests and pytest, to run on a
+        /// machine with a GPU and torch.
+        #[arg(long, conflicts_with = "quick")]
+        bundle: bool,
     },
     /// Tries OpenAI's Python client and a fuzzer on the server; installs them from PyPI.
     Server {
@@ -122,13 +126,9 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Asan => nightly::asan(),
         Command::Jit => gpu::jit()?.run(),
         Command::GpuBundle => gpu::bundle(),
-        Command::Python { quick } => {
-            if quick {
-                python::test()
-            } else {
-                python::wheel()
-            }
-        }
+        Command::Python { quick: true, .. } => python::test(),
+        Command::Python { bundle: true, .. } => python::bundle(),
+        Command::Python { .. } => python::wheel(),
         Command::Lines => step::cargo("test -q -p fir-infer --test it sources::sizes_stay -- --nocapture").run(),
     }
 }

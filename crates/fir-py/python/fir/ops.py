@@ -118,13 +118,13 @@ def apply_rope(q, k, positions, angles=None, *, q_out=None, k_out=None):
     """
     q_out = empty(q, q.shape) if q_out is None else q_out
     k_out = empty(k, k.shape) if k_out is None else k_out
-    _fir.apply_rope(q, k, positions, Rope() if angles is None else angles, q_out, k_out)
+    _fir.apply_rope(q, k, positions, Rope() if angles is None else angles, (q_out, k_out))
     return q_out, k_out
 
 
 def apply_rope_in_place(q, k, positions, angles=None) -> None:
     """As :func:`apply_rope`, in place."""
-    _fir.apply_rope_in_place(q, k, positions, Rope() if angles is None else angles)
+    _fir.apply_rope(q, k, positions, Rope() if angles is None else angles)
 
 
 def cos_sin_cache(rope: Rope, out):

@@ -1,14 +1,45 @@
 """References in plain torch, f32 throughout, written apart from what they check."""
 
 import math
+import os
+from pathlib import Path
 
 import pytest
 import torch
 
 
-@pytest.fixture(autouse=True)
-def _seed():
+DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "cpu: of host tensors alone")
+
+
+@pytest.fixture(autouse=True, params=DEVICES)
+def device(request):
+    """Every test runs once per device: what it makes without saying where is made there."""
     torch.manual_seed(20)
+    if request.param == "cpu":
+        yield "cpu"
+        return
+    if request.node.get_closest_marker("cpu"):
+        pytest.skip("of host tensors alone")
+    torch.set_default_device(request.param)
+    yield request.param
+    torch.set_default_device(None)
+
+
+def checkout() -> Path:
+    """The repository that these tests are in."""
+    return Path(__file__).resolve().parents[4]
+
+
+def shared(name: str) -> Path:
+    """A file or folder of the data that lies beside checkouts; the test is skipped without it."""
+    for base in (os.environ.get("FIR_SHARED"), checkout() / "shared", checkout().parent / "shared"):
+        if base and (Path(base) / name).exists():
+            return Path(base) / name
+    pytest.skip(f"no shared/{name} beside this checkout (or FIR_SHARED)")
 
 
 def attention(q, k, v, sm_scale=None, mask=None, soft_cap=0.0, bias=None, sink=None):

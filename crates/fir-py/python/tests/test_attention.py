@@ -8,7 +8,6 @@ from conftest import Pages, attention, close, visible
 
 import fir.flashinfer as fi
 
-WORKSPACE = torch.empty(1)
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -80,7 +79,7 @@ def test_batch_decode(dtype, layout, one, page):
     lens = [1, page, page + 1, 70, 0, 3 * page]
     pages = Pages(lens, page, 2, 64, dtype, layout, one)
     q = torch.randn(len(lens), 8, 64).to(dtype)
-    wrapper = fi.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, layout)
+    wrapper = fi.BatchDecodeWithPagedKVCacheWrapper(torch.empty(1), layout)
     wrapper.plan(pages.indptr, pages.indices, pages.last, 8, 2, 64, page, q_data_type=dtype)
     out, lse = wrapper.run(q, pages.cache, return_lse=True)
     given = torch.full_like(out, math.nan)
@@ -98,7 +97,7 @@ def test_batch_decode(dtype, layout, one, page):
 def test_batch_decode_flags_and_scales(flags):
     pages = Pages([9, 200, 1], 4, 1, 32, torch.float32)
     q = torch.randn(3, 4, 32)
-    wrapper = fi.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
+    wrapper = fi.BatchDecodeWithPagedKVCacheWrapper(torch.empty(1))
     wrapper.plan(pages.indptr, pages.indices, pages.last, 4, 1, 32, 4, q_data_type="float32", **flags)
     out = wrapper.run(q, pages.cache, q_scale=0.7, k_scale=1.3, v_scale=2.0)
     for r, n in enumerate(pages.lens.tolist()):
@@ -109,7 +108,7 @@ def test_batch_decode_flags_and_scales(flags):
 
 
 def test_decode_replans_in_the_same_wrapper_and_by_deprecated_names():
-    wrapper = fi.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
+    wrapper = fi.BatchDecodeWithPagedKVCacheWrapper(torch.empty(1))
     for lens in ([3], [700, 2, 90], [1, 1]):
         pages = Pages(lens, 8, 2, 32, torch.float32)
         q = torch.randn(len(lens), 4, 32)
@@ -125,7 +124,7 @@ def test_decode_replans_in_the_same_wrapper_and_by_deprecated_names():
 def test_fp8_cache():
     pages = Pages([40, 7], 8, 2, 64, torch.float8_e4m3fn)
     q = torch.randn(2, 4, 64, dtype=torch.bfloat16)
-    wrapper = fi.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
+    wrapper = fi.BatchDecodeWithPagedKVCacheWrapper(torch.empty(1))
     wrapper.plan(pages.indptr, pages.indices, pages.last, 4, 2, 64, 8, q_data_type=torch.bfloat16,
                  kv_data_type=torch.float8_e4m3fn)
     out = wrapper.run(q, pages.cache, k_scale=0.5, v_scale=3.0)
@@ -145,7 +144,7 @@ def test_batch_prefill_paged(dtype, layout, one, causal, page):
     pages = Pages(kv_lens, page, 2, 64, dtype, layout, one)
     qo = torch.tensor([0, *torch.tensor(q_lens).cumsum(0).tolist()], dtype=torch.int32)
     q = torch.randn(sum(q_lens), 4, 64).to(dtype)
-    wrapper = fi.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE, layout)
+    wrapper = fi.BatchPrefillWithPagedKVCacheWrapper(torch.empty(1), layout)
     wrapper.plan(qo, pages.indptr, pages.indices, pages.last, 4, 2, 64, page, causal=causal, q_data_type=dtype)
     out, lse = wrapper.run(q, pages.cache, return_lse=True)
     for r, (n, m) in enumerate(zip(q_lens, kv_lens)):
@@ -164,14 +163,14 @@ def test_batch_prefill_custom_mask(paged):
     q = torch.randn(8, 2, 32)
     if paged:
         pages = Pages(kv_lens, 4, 1, 32, torch.float32)
-        wrapper = fi.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE)
+        wrapper = fi.BatchPrefillWithPagedKVCacheWrapper(torch.empty(1))
         wrapper.plan(qo, pages.indptr, pages.indices, pages.last, 2, 1, 32, 4, custom_mask=flat, causal=True,
                      q_data_type="float32")
         out = wrapper.run(q, pages.cache)
         parts = [pages.request(r) for r in (0, 1)]
     else:
         k, v = torch.randn(20, 1, 32), torch.randn(20, 1, 32)
-        wrapper = fi.BatchPrefillWithRaggedKVCacheWrapper(WORKSPACE)
+        wrapper = fi.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(1))
         wrapper.plan(qo, kv, 2, 1, 32, custom_mask=flat, q_data_type="float32")
         out = wrapper.run(q, k, v)
         parts = [(k[:11], v[:11]), (k[11:], v[11:])]
@@ -182,7 +181,7 @@ def test_batch_prefill_custom_mask(paged):
 def test_ragged_prefill_with_two_head_dims_and_scales():
     qo, kv = torch.tensor([0, 4, 10], dtype=torch.int32), torch.tensor([0, 9, 30], dtype=torch.int32)
     q, k, v = torch.randn(10, 4, 192), torch.randn(30, 4, 192), torch.randn(30, 4, 128)
-    wrapper = fi.BatchPrefillWithRaggedKVCacheWrapper(WORKSPACE)
+    wrapper = fi.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(1))
     wrapper.plan(qo, kv, 4, 4, 192, 128, causal=True, q_data_type="float32")
     out, lse = wrapper.run_return_lse(q, k, v, q_scale=2.0, k_scale=0.5, v_scale=3.0)
     for r, (n, m) in enumerate(((4, 9), (6, 21))):
@@ -192,16 +191,16 @@ def test_ragged_prefill_with_two_head_dims_and_scales():
         close(lse[rows], want_lse)
 
 
-def test_batch_attention_and_sinks():
+def test_batch_attention_and_sinks(device):
     kv_lens = [20, 5]
     pages = Pages(kv_lens, 4, 2, 32, torch.float32)
     qo, q = torch.tensor([0, 3, 5], dtype=torch.int32), torch.randn(5, 4, 32)
-    plain = fi.BatchAttention(device="cpu")
+    plain = fi.BatchAttention(device=device)
     plain.plan(qo, pages.indptr, pages.indices, pages.lens, 4, 2, 32, 32, 4, causal=True, q_data_type=torch.float32,
                kv_data_type=torch.float32)
     out, lse = plain.run(q, pages.cache)
     sink = torch.randn(4)
-    sunk = fi.BatchAttentionWithAttentionSinkWrapper(WORKSPACE, window_left=6)
+    sunk = fi.BatchAttentionWithAttentionSinkWrapper(torch.empty(1), window_left=6)
     sunk.plan(qo, pages.indptr, pages.indices, pages.last, 4, 2, 32, 4, causal=True, q_data_type="float32")
     with_sink = sunk.run(q, pages.cache, sink, 0.4)
     for r, (n, m) in enumerate(((3, 20), (2, 5))):
@@ -222,7 +221,7 @@ def test_cascade_is_attention_over_the_whole():
         (torch.tensor([0, 1, 4]), torch.tensor([0, ptr[2] - ptr[1], ptr[3] - ptr[1]]), pages.indices[ptr[1] :],
          pages.last[1:]),
     ]
-    wrapper = fi.MultiLevelCascadeAttentionWrapper(2, WORKSPACE)
+    wrapper = fi.MultiLevelCascadeAttentionWrapper(2, torch.empty(1))
     wrapper.plan(*([l[i].int() for l in levels] for i in range(4)), 4, 2, 32, page, causal=True, q_data_type="float32")
     out = wrapper.run(q, pages.cache)
     k0, v0 = pages.request(0)
@@ -256,7 +255,7 @@ def test_mla(causal):
     pages = Pages(lens, page, 1, 576, torch.float32, spare=1)
     cache = pages.kv[:, 0, :, 0]
     qo, q = torch.tensor([0, 2, 3], dtype=torch.int32), torch.randn(3, heads, 576)
-    wrapper = fi.mla.BatchMLAPagedAttentionWrapper(WORKSPACE)
+    wrapper = fi.mla.BatchMLAPagedAttentionWrapper(torch.empty(1))
     wrapper.plan(qo, pages.indptr, pages.indices, pages.lens, heads, 512, 64, page, causal, 0.1, torch.float32,
                  torch.float32)
     out, lse = wrapper.run(q[..., :512], q[..., 512:], cache[..., :512], cache[..., 512:], return_lse=True)
@@ -278,7 +277,7 @@ def test_block_sparse(inner):
     for i, (r, c) in enumerate(blocks.nonzero().tolist()):
         mask[r * R : (r + 1) * R, c * C : (c + 1) * C] = within[i]
     q, k, v = torch.randn(rows, 4, 32), torch.randn(cols, 2, 32), torch.randn(cols, 2, 32)
-    wrapper = fi.BlockSparseAttentionWrapper(WORKSPACE)
+    wrapper = fi.BlockSparseAttentionWrapper(torch.empty(1))
     wrapper.plan(indptr, indices, rows, cols, R, C, 4, 2, 32, mask=within if inner else None, q_data_type="float32")
     out, lse = wrapper.run(q, k, v, return_lse=True)
     want, want_lse = attention(q, k, v, mask=mask)
@@ -290,7 +289,7 @@ def test_variable_block_sparse():
     sizes_r, sizes_c = torch.tensor([[3, 5], [4, 4]], dtype=torch.int32), torch.tensor([[2, 7], [6, 3]], dtype=torch.int32)
     blocks = torch.tensor([[[1, 0], [1, 1]], [[0, 1], [1, 0]]], dtype=torch.bool)
     q, k, v = torch.randn(4, 8, 32), torch.randn(2, 9, 32), torch.randn(2, 9, 32)
-    wrapper = fi.VariableBlockSparseAttentionWrapper(WORKSPACE)
+    wrapper = fi.VariableBlockSparseAttentionWrapper(torch.empty(1))
     wrapper.plan(blocks, sizes_r, sizes_c, 4, 2, 32, q_data_type="float32")
     out = wrapper.run(q, k, v)
     for h in range(2):
@@ -302,7 +301,7 @@ def test_variable_block_sparse():
 def test_pod_is_its_two_parts():
     pages = Pages([9, 30], 8, 2, 32, torch.float32)
     qp, kp, vp, qd = torch.randn(5, 4, 32), torch.randn(12, 2, 32), torch.randn(12, 2, 32), torch.randn(2, 4, 32)
-    wrapper = fi.PODWithPagedKVCacheWrapper(WORKSPACE)
+    wrapper = fi.PODWithPagedKVCacheWrapper(torch.empty(1))
     wrapper.plan(pages.indptr, pages.indices, pages.last, 4, 2, 32, 8, q_data_type="float32")
     first, second = wrapper.run(qp, kp, vp, qd, pages.cache, causal_p=True)
     close(first, attention(qp, kp, vp, mask=visible(5, 12, True))[0])
@@ -320,7 +319,7 @@ def test_padded_tables_of_the_xqa_names(layout):
         tables[r, : len(ids)] = ids
     q, sinks = torch.randn(2, 4, 32, dtype=torch.bfloat16), torch.randn(4)
     out = fi.trtllm_batch_decode_with_kv_cache(
-        q, pages.cache, WORKSPACE, tables, pages.lens, 17, 0.2, 1.5, window_left=9, sinks=[sinks], kv_layout=layout
+        q, pages.cache, torch.empty(1), tables, pages.lens, 17, 0.2, 1.5, window_left=9, sinks=[sinks], kv_layout=layout
     )
     for r in (0, 1):
         k, v = pages.request(r)

@@ -14,6 +14,7 @@ import fir.flashinfer as fi
 from fir import variant as va
 
 
+@pytest.mark.cpu
 def test_own_api_and_numpy():
     numpy = pytest.importorskip("numpy")
     x, w = torch.randn(3, 16), torch.randn(16)
@@ -60,6 +61,7 @@ def test_variants_in_python():
         fir.single_prefill(q, k, v, mine, params={"left": 3})
 
 
+@pytest.mark.cpu  # Page ids on a device are not looked at.
 def test_errors_name_the_argument_and_both_values():
     x, w = torch.randn(2, 8), torch.randn(8)
     with pytest.raises(ValueError, match=r"`weight` has hidden=3, but `x` bound hidden=8"):

@@ -70,13 +70,13 @@ def test_renorm_and_masks():
         close(fi.top_p_renorm_probs(p, t)[r], kept / kept.sum())
 
 
-def test_draws_are_reproducible():
+def test_draws_are_reproducible(device):
     p = torch.rand(64, 100)
     same = [fi.sampling_from_probs(p, seed=7, offset=o) for o in (0, 0, 1)]
     assert torch.equal(same[0], same[1]) and not torch.equal(same[0], same[2])
     again = []
     for _ in range(2):
-        g = torch.Generator().manual_seed(3)
+        g = torch.Generator(device).manual_seed(3)
         again.append([fi.sampling_from_probs(p, generator=g) for _ in range(2)])
     assert torch.equal(again[0][0], again[1][0]) and torch.equal(again[0][1], again[1][1])
     assert not torch.equal(again[0][0], again[0][1])

@@ -170,10 +170,10 @@ def test_append_mla_and_more_rows_than_tokens():
 def test_packbits(order, n):
     numpy = pytest.importorskip("numpy")
     x = torch.rand(n) < 0.5
-    assert fi.packbits(x, order).tolist() == numpy.packbits(x.numpy(), bitorder=order).tolist()
+    assert fi.packbits(x, order).tolist() == numpy.packbits(x.cpu().numpy(), bitorder=order).tolist()
     ptr = torch.tensor([0, n // 2, n // 2, n], dtype=torch.int32)
     got, offsets = fi.segment_packbits(x, ptr, order)
-    want = [numpy.packbits(x[a:b].numpy(), bitorder=order).tolist() for a, b in zip(ptr[:-1], ptr[1:])]
+    want = [numpy.packbits(x[a:b].cpu().numpy(), bitorder=order).tolist() for a, b in zip(ptr[:-1], ptr[1:])]
     assert got.tolist() == sum(want, []) and offsets.tolist() == [0, *torch.tensor([len(w) for w in want]).cumsum(0)]
 
 

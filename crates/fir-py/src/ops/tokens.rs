@@ -181,35 +181,29 @@ impl Turning {
     }
 }
 
+/// Rotates queries and keys into `outs`, or in place without them.
 #[pyfunction]
+#[pyo3(signature = (q, k, positions, angles, outs=None))]
 fn apply_rope(
     py: Python<'_>,
     mut q: Arg,
     mut k: Arg,
     positions: &Bound<'_, PyAny>,
     angles: &Bound<'_, PyAny>,
-    mut q_out: Arg,
-    mut k_out: Arg,
+    outs: Option<(Arg, Arg)>,
 ) -> PyResult<()> {
     let (positions, angles) = (Standing::new(positions)?, Turning::new(angles)?);
+    let Some((mut q_out, mut k_out)) = outs else {
+        let exec = prepare(py, &mut [], &[&q, &k])?;
+        return run(py, || {
+            rope::apply_rope_in_place(&exec, positions.get()?, angles.get()?, q.view_mut()?, k.view_mut()?)
+        });
+    };
     let exec = prepare(py, &mut [&mut q, &mut k], &[&q_out, &k_out])?;
     run(py, || {
         let (q_out, k_out) = (q_out.view_mut()?, k_out.view_mut()?);
         rope::apply_rope(&exec, q.view()?, k.view()?, positions.get()?, angles.get()?, q_out, k_out)
     })
-}
-
-#[pyfunction]
-fn apply_rope_in_place(
-    py: Python<'_>,
-    mut q: Arg,
-    mut k: Arg,
-    positions: &Bound<'_, PyAny>,
-    angles: &Bound<'_, PyAny>,
-) -> PyResult<()> {
-    let (positions, angles) = (Standing::new(positions)?, Turning::new(angles)?);
-    let exec = prepare(py, &mut [], &[&q, &k])?;
-    run(py, || rope::apply_rope_in_place(&exec, positions.get()?, angles.get()?, q.view_mut()?, k.view_mut()?))
 }
 
 #[pyfunction]
@@ -296,7 +290,6 @@ pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(batch_indices_positions, module)?)?;
     module.add_function(wrap_pyfunction!(seq_lens, module)?)?;
     module.add_function(wrap_pyfunction!(apply_rope, module)?)?;
-    module.add_function(wrap_pyfunction!(apply_rope_in_place, module)?)?;
     module.add_function(wrap_pyfunction!(cos_sin_cache, module)?)?;
     module.add_function(wrap_pyfunction!(rope_quantize, module)?)?;
     module.add_function(wrap_pyfunction!(rope_quantize_append, module)?)

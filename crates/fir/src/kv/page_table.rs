@@ -188,7 +188,13 @@ impl<'a> PageTable<'a> {
     ) -> Result<Self> {
         for (r, &len) in lens.iter().enumerate() {
             let first = indptr[r] as usize;
-            for (at, &page) in indices[first..][..(len as usize).div_ceil(page_size)].iter().enumerate() {
+            let ids = &indices[first..][..(len as usize).div_ceil(page_size)];
+            // A negative id is a large one without its sign. The largest is found by vectors, and which one is wrong only
+            // afterwards: a batch of 32768 ids took 16 µs one by one.
+            if (ids.iter().fold(0, |most, &id| most.max(id as u32)) as usize) < num_pages.min(1 << 31) {
+                continue;
+            }
+            for (at, &page) in ids.iter().enumerate() {
                 if page < 0 || page as usize >= num_pages {
                     return Err(Error::value(
                         OP,

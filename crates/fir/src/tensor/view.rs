@@ -521,8 +521,11 @@ impl<'a> TensorMut<'a> {
                 return Err(Error::value(OP, "lens", format!("{len} after {}", rows - left), format!("{rows} in all")));
             }
             left -= len;
-            // The last entry may end before its stride does.
-            let bytes = len.saturating_mul(stride).saturating_mul(self.dtype.size()).min(rest.len());
+            // The last entry may end before its stride does, or behind it: that of a single entry says nothing.
+            let bytes = match left {
+                0 if len > 0 => rest.len(),
+                _ => len.saturating_mul(stride).saturating_mul(self.dtype.size()).min(rest.len()),
+            };
             let (mine, others) = rest.split_at(bytes);
             rest = others;
             parts.push(Self { memory: mine, dtype: self.dtype, layout: self.layout.narrow(0, len) });
@@ -692,9 +695,11 @@ mod tests {
         assert!(TensorMut::strided(&mut data, &[2, 5], &[1, 2]).unwrap().split_rows([1, 1]).is_err());
         assert!(TensorMut::strided(&mut data, &[1, 5], &[1, 2]).unwrap().split_rows([0, 1]).is_ok());
         assert!(TensorMut::new::<f32>(&mut [], &[3, 0]).unwrap().split_rows([1, 2]).is_ok());
-        // A stride that overflows is never used.
-        let one = TensorMut::strided(&mut data, &[1, 2], &[usize::MAX, 1]).unwrap().split_rows([1]).unwrap();
-        assert_eq!(one[0].as_ref().to_f32_vec().unwrap(), [0., 1.]);
+        // The stride of a single entry is never used: it may overflow, or be none.
+        for stride in [usize::MAX, 0] {
+            let one = TensorMut::strided(&mut data, &[1, 2], &[stride, 1]).unwrap().split_rows([1]).unwrap();
+            assert_eq!(one[0].as_ref().to_f32_vec().unwrap(), [0., 1.]);
+        }
     }
 
     #[test]

@@ -40,6 +40,11 @@ def host(t: torch.Tensor) -> torch.Tensor:
     return t.cpu() if t.is_cuda else t
 
 
+def host_i32(values) -> torch.Tensor:
+    """Integers in host memory, whatever torch's default device is."""
+    return torch.tensor(values, dtype=I32, device="cpu")
+
+
 def number(x) -> float:
     """A float from a number or a tensor of one element, None being 1."""
     if x is None:
@@ -108,8 +113,9 @@ def alibi_tensor(n_heads: int, device: torch.device) -> torch.Tensor:
 def variant_for(
     causal: bool = False, window: bool = False, cap: bool = False, alibi: bool = False, mask: bool = False,
     sink: bool = False, items: bool = False, rope: Optional[tuple[float, float]] = None,
+    own: Optional[va.Variant] = None,
 ) -> va.Variant:
-    """The variant of these flags; a custom mask takes the place of the causal one."""
+    """The variant of these flags, and of the caller's; a custom mask takes the place of the causal one."""
     parts = []
     if rope is not None:
         parts.append(va.rope(rope[1], rope[0]))
@@ -130,6 +136,8 @@ def variant_for(
         parts.append(va.soft_cap())
     if sink:
         parts.append(va.sink())
+    if own is not None:
+        parts.append(own)
     whole = parts[0] if parts else va.standard()
     for part in parts[1:]:
         whole = whole & part
@@ -144,6 +152,7 @@ class Attention:
     def __init__(
         self, num_qo_heads: int, device: torch.device, *, causal=False, window_left=-1, logits_soft_cap=None,
         pos_encoding_mode="NONE", rope_scale=None, rope_theta=None, mask=None, sink=None, items=None,
+        own=None,
     ) -> None:
         cap = 0.0 if logits_soft_cap is None else float(logits_soft_cap)
         check_pos_encoding(pos_encoding_mode)
@@ -151,7 +160,7 @@ class Attention:
         if pos_encoding_mode == "ROPE_LLAMA":
             rope = (1.0 if rope_scale is None else float(rope_scale), 1e4 if rope_theta is None else float(rope_theta))
         self.variant = variant_for(
-            bool(causal), window_left >= 0, cap > 0, alibi, mask is not None, sink is not None, items is not None, rope
+            bool(causal), window_left >= 0, cap > 0, alibi, mask is not None, sink is not None, items is not None, rope, own
         )
         params: dict[str, Any] = {}
         if window_left >= 0:
@@ -187,8 +196,8 @@ def packed_mask(custom_mask, packed_custom_mask, qo_indptr, kv_lens):
         bits.append(bits[-1] + (q1 - q0) * n)
     device = (custom_mask if packed_custom_mask is None else packed_custom_mask).device
     if packed_custom_mask is None:
-        indptr = torch.tensor(bits, dtype=I32)
-        return segment_packbits(custom_mask.reshape(-1), indptr.to(device), bitorder="little")
+        indptr = host_i32(bits)
+        return segment_packbits(custom_mask.reshape(-1), indptr, bitorder="little")
     bytes_ = [0]
     for a, b in zip(bits, bits[1:]):
         bytes_.append(bytes_[-1] + (b - a + 7) // 8)
@@ -198,16 +207,16 @@ def packed_mask(custom_mask, packed_custom_mask, qo_indptr, kv_lens):
 class Planned:
     """A plan that is kept from one batch to the next while the problem stays the same."""
 
-    __slots__ = ("_key", "plan", "attention")
+    __slots__ = ("key", "plan", "attention")
 
     def __init__(self) -> None:
-        self._key, self.plan, self.attention = None, None, None
+        self.key, self.plan, self.attention = None, None, None
 
     def prepare(self, shape, attention: Attention, like: torch.Tensor, requests: int, split):
         key = (shape, attention.variant, like.device, split)
-        if self._key != key:
+        if self.key != key:
             self.plan = _fir.BatchPlan(shape, attention.variant, like, requests=requests, split=split)
-            self._key = key
+            self.key = key
         self.attention = attention
         return self.plan
 

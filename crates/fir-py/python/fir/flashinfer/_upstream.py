@@ -1,7 +1,7 @@
 """The public names of FlashInfer 0.6.17, module by module, and which of them only Blackwell GPUs have."""
 
 BLACKWELL = {
-    "prefill": "fmha_v2_prefill_sm120 trtllm_sage_attention_quantize",
+    "prefill": "fmha_v2_prefill_deepseek fmha_v2_prefill_sm120 trtllm_sage_attention_quantize",
     "mla": """batch_decode_sparse_mla_dsv4 convert_compressed_page_aligned_sparse_indices_to_hca_metadata
         trtllm_batch_decode_sparse_mla_dsv4""",
     "activation": "silu_and_mul_scaled_nvfp4_experts_quantize",
@@ -23,7 +23,7 @@ OTHERS = {
     "decode": """BatchDecodeMlaWithPagedKVCacheWrapper BatchDecodeWithPagedKVCacheWrapper
         CUDAGraphBatchDecodeWithPagedKVCacheWrapper fast_decode_plan single_decode_with_kv_cache
         single_decode_with_kv_cache_with_jit_module trtllm_batch_decode_with_kv_cache xqa_batch_decode_with_kv_cache""",
-    "prefill": """BatchPrefillWithPagedKVCacheWrapper BatchPrefillWithRaggedKVCacheWrapper fmha_v2_prefill_deepseek
+    "prefill": """BatchPrefillWithPagedKVCacheWrapper BatchPrefillWithRaggedKVCacheWrapper
         fmha_varlen single_prefill_with_kv_cache single_prefill_with_kv_cache_return_lse
         single_prefill_with_kv_cache_with_jit_module trtllm_batch_context_with_kv_cache trtllm_fmha_v2_prefill
         trtllm_ragged_attention_deepseek""",
@@ -62,6 +62,22 @@ OTHERS = {
         get_alibi_slopes get_compute_capability is_fa3_backend_supported is_sm90a_supported
         next_positive_power_of_2 BackendSupportedError GPUArchitectureError LibraryError""",
     "concat_ops": "concat_mla_k",
+    "jit": """JitSpec MissingJITCacheError build_jit_specs check_cuda_arch clear_cache_dir gen_batch_attention_module
+        gen_batch_decode_mla_module gen_batch_decode_module gen_batch_mla_module gen_batch_pod_module
+        gen_batch_prefill_attention_sink_module gen_batch_prefill_module gen_customize_batch_attention_module
+        gen_customize_batch_decode_module gen_customize_batch_pod_module gen_customize_batch_prefill_module
+        gen_customize_pod_module gen_customize_single_decode_module gen_customize_single_prefill_module
+        gen_fmha_v2_module gen_jit_spec gen_pod_module gen_single_decode_module gen_single_prefill_module
+        get_batch_attention_uri get_batch_decode_mla_uri get_batch_decode_uri get_batch_mla_uri
+        get_batch_prefill_attention_sink_uri get_batch_prefill_uri get_pod_uri get_single_decode_uri
+        get_single_prefill_uri jit_spec_registry""",
+    "testing": """aggregate_gpu_time_across_ranks attention_flops attention_flops_with_actual_seq_lens
+        attention_tb_per_sec attention_tb_per_sec_with_actual_seq_lens attention_tflops_per_sec
+        attention_tflops_per_sec_with_actual_seq_lens bench_gpu_time bench_gpu_time_with_cuda_event
+        bench_gpu_time_with_cudagraph bench_gpu_time_with_cupti bench_kineto calculate_rotation_count count_bytes
+        dequantize_fp8 empty_suppress get_l2_cache_size per_block_cast_to_fp8 per_token_cast_to_fp8 quantize_fp8 set_seed
+        sleep_after_kernel_run suppress_stdout_stderr""",
+    "fi_trace": "fi_trace",
 }
 
 

@@ -6,7 +6,7 @@ from typing import Optional
 
 import torch
 
-from .. import _fir
+from . import _native
 
 __all__ = ["gelu_and_mul", "gelu_tanh_and_mul", "silu_and_mul"]
 
@@ -26,16 +26,16 @@ def _gated(op, input: torch.Tensor, out: Optional[torch.Tensor]) -> torch.Tensor
 def silu_and_mul(input: torch.Tensor, out: Optional[torch.Tensor] = None,
                  enable_pdl: Optional[bool] = None) -> torch.Tensor:
     """``silu(input[..., :d]) * input[..., d:]``."""
-    return _gated(_fir.silu_and_mul, input, out)
+    return _gated(_native.silu_and_mul, input, out)
 
 
 def gelu_tanh_and_mul(input: torch.Tensor, out: Optional[torch.Tensor] = None,
                       enable_pdl: Optional[bool] = None) -> torch.Tensor:
     """``gelu(input[..., :d], approximate="tanh") * input[..., d:]``."""
-    return _gated(_fir.gelu_tanh_and_mul, input, out)
+    return _gated(_native.gelu_tanh_and_mul, input, out)
 
 
 def gelu_and_mul(input: torch.Tensor, out: Optional[torch.Tensor] = None,
                  enable_pdl: Optional[bool] = None) -> torch.Tensor:
     """``gelu(input[..., :d]) * input[..., d:]``."""
-    return _gated(_fir.gelu_and_mul, input, out)
+    return _gated(_native.gelu_and_mul, input, out)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Optional
 
 import torch
 
-from ._core import Attention, host, number
+from ._core import host, host_i32, number
 from .prefill import BatchPrefillWithPagedKVCacheWrapper
 
 __all__ = ["BatchAttention", "BatchAttentionWithAttentionSinkWrapper"]
@@ -26,8 +27,7 @@ class BatchAttention:
         use_profiler: bool = False,
     ) -> None:
         """Plans a batch; ``use_profiler`` is ignored."""
-        last = torch.tensor([(n - 1) % page_size + 1 if n > 0 else 0 for n in host(kv_len_arr).tolist()],
-                            dtype=torch.int32)
+        last = host_i32([(n - 1) % page_size + 1 if n > 0 else 0 for n in host(kv_len_arr).tolist()])
         self._wrapper.plan(
             qo_indptr, kv_indptr, kv_indices, last, num_qo_heads, num_kv_heads, head_dim_qk, page_size, head_dim_vo,
             causal=causal, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap, q_data_type=q_data_type,
@@ -74,22 +74,16 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
 
     begin_forward = plan
 
-    def run(self, q: torch.Tensor, paged_kv_cache, sink: torch.Tensor, sm_scale: Optional[float] = None, **kwargs):
-        """One layer; ``sink``: ``[qo_heads]``, f32."""
-        planned = self._planned.attention
-        self._planned.attention = _WithSink(planned, sink)
-        before = self._sm_scale
-        try:
-            self._sm_scale = before if sm_scale is None else sm_scale
-            return super().run(q, paged_kv_cache, **kwargs)
-        finally:
-            self._planned.attention, self._sm_scale = planned, before
+    def run(
+        self, q: torch.Tensor, paged_kv_cache, sink: torch.Tensor, sm_scale: Optional[float] = None, *, q_scale=None,
+        k_scale=None, v_scale=None, out: Optional[torch.Tensor] = None, lse: Optional[torch.Tensor] = None,
+        return_lse: bool = False, enable_pdl: Optional[bool] = None, window_left: Optional[int] = None, kv_cache_sf=None,
+    ):
+        """One layer; ``sink``: ``[qo_heads]``, f32. ``enable_pdl`` is ignored."""
+        scale = number(q_scale)
+        if sm_scale is not None:
+            scale *= sm_scale / self._sm_scale
+        return self._run_paged(q, paged_kv_cache, (), scale, k_scale, v_scale, out, lse, return_lse, window_left,
+                               kv_cache_sf, sink)
 
-
-class _WithSink:
-    """The values of a plan's parameters, with this call's sink."""
-
-    __slots__ = ("variant", "params")
-
-    def __init__(self, planned: Attention, sink: torch.Tensor) -> None:
-        self.variant, self.params = planned.variant, {**(planned.params or {}), "sink": sink}
+    run_return_lse = functools.partialmethod(run, return_lse=True)

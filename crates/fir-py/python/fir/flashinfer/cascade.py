@@ -8,6 +8,7 @@ from typing import Optional
 import torch
 
 from .. import _fir
+from . import _native
 from ._core import F32, Attention, check_layout, dtype_of, host, unpack_kv
 from .decode import BatchDecodeWithPagedKVCacheWrapper
 from .prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
@@ -25,14 +26,14 @@ def _lse(s: torch.Tensor) -> torch.Tensor:
 def merge_state(v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: torch.Tensor):
     """Merges two states: outputs ``[tokens, heads, head_dim]`` and their log-sum-exps ``[tokens, heads]``, base 2."""
     out, lse = torch.empty_like(v_a), torch.empty(s_a.shape, dtype=F32, device=s_a.device)
-    _fir.merge_state(v_a, _lse(s_a), v_b, _lse(s_b), out, lse)
+    _native.merge_state(v_a, _lse(s_a), v_b, _lse(s_b), out, lse)
     return out, lse
 
 
 def merge_state_in_place(v: torch.Tensor, s: torch.Tensor, v_other: torch.Tensor, s_other: torch.Tensor,
                          mask: Optional[torch.Tensor] = None) -> None:
     """Merges another state into ``v`` and ``s``, for the tokens that ``mask`` selects."""
-    _fir.merge_state_in_place(v, s, v_other, _lse(s_other), mask)
+    _native.merge_state_in_place(v, s, v_other, _lse(s_other), mask)
 
 
 def merge_states(v: torch.Tensor, s: torch.Tensor):
@@ -40,7 +41,7 @@ def merge_states(v: torch.Tensor, s: torch.Tensor):
     tokens, _, heads, dim = v.shape
     out = torch.empty((tokens, heads, dim), dtype=v.dtype, device=v.device)
     lse = torch.empty((tokens, heads), dtype=F32, device=v.device)
-    _fir.merge_states(v, _lse(s), out, lse)
+    _native.merge_states(v, _lse(s), out, lse)
     return out, lse
 
 

@@ -9,14 +9,14 @@ from typing import Optional, Union
 import torch
 
 from .. import _fir
-from ._core import (
-    F32, Attention, Planned, check_backend, check_dtypes, check_layout, dtype_of, host, number, refuse, refuse_capture,
-    split_of, stored, unpack_kv,
-)
+from ._core import F32, Attention, check_backend, check_layout, dtype_of, host, number, refuse, split_of, stored, unpack_kv
+from ._wrapper import Paged, block_scales, planned_types
+from .prefill import single_prefill_with_kv_cache_with_jit_module, single_request, table_of
 
 __all__ = [
     "BatchDecodeMlaWithPagedKVCacheWrapper", "BatchDecodeWithPagedKVCacheWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper", "fast_decode_plan", "single_decode_with_kv_cache",
+    "single_decode_with_kv_cache_with_jit_module",
     "trtllm_batch_decode_with_kv_cache",
     "xqa_batch_decode_with_kv_cache",
 ]
@@ -34,24 +34,29 @@ def single_decode_with_kv_cache(
     ``[qo_heads]``, f32, base 2. ``use_tensor_cores`` is ignored."""
     check_layout(kv_layout)
     heads, dim = q.shape
-    attention = Attention(
-        heads, q.device, window_left=window_left, logits_soft_cap=logits_soft_cap, pos_encoding_mode=pos_encoding_mode,
-        rope_scale=rope_scale, rope_theta=rope_theta,
-    )
     if kv_layout == "HND":
         k, v = k.transpose(0, 1), v.transpose(0, 1)
-    plan = _fir.BatchPlan(
-        (heads, k.shape[1], dim, v.shape[2], q.dtype, k.dtype, q.dtype), attention.variant, q, requests=1
-    )
-    plan.plan_ragged(1, torch.tensor([0, k.shape[0]], dtype=torch.int32))
     out = torch.empty((1, heads, v.shape[2]), dtype=q.dtype, device=q.device)
     lse = torch.empty((1, heads), dtype=F32, device=q.device) if return_lse else None
     scale = (1.0 / math.sqrt(dim) if sm_scale is None else sm_scale) * number(q_scale)
-    plan.run(q.unsqueeze(0), k, v, out, lse, scale, attention.params, number(k_scale), number(v_scale))
+    single_request(
+        q.unsqueeze(0), k, v, out, lse, None, None, False, window_left, logits_soft_cap or 0.0, pos_encoding_mode,
+        1.0 if rope_scale is None else rope_scale, 1e4 if rope_theta is None else rope_theta, scale, number(k_scale),
+        number(v_scale))
     return (out[0], lse[0]) if return_lse else out[0]
 
 
-class BatchDecodeWithPagedKVCacheWrapper:
+def single_decode_with_kv_cache_with_jit_module(
+    jit_module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args, kv_layout: str = "NHD", window_left: int = -1,
+    return_lse: bool = False,
+):
+    """Attention of one query token by a module of ``flashinfer.jit``; ``args`` are its tensors, then its scalars."""
+    result = single_prefill_with_kv_cache_with_jit_module(
+        jit_module, q.unsqueeze(0), k, v, *args, kv_layout=kv_layout, window_left=window_left, return_lse=return_lse)
+    return (result[0][0], result[1][0]) if return_lse else result[0]
+
+
+class BatchDecodeWithPagedKVCacheWrapper(Paged):
     """A decode batch over a paged cache: ``plan()`` once per step, ``run()`` once per layer.
 
     The workspace only tells the device; scratch is sized by the plan. ``use_tensor_cores`` and ``backend`` choose among
@@ -65,45 +70,15 @@ class BatchDecodeWithPagedKVCacheWrapper:
         paged_kv_indices_buffer: Optional[torch.Tensor] = None,
         paged_kv_last_page_len_buffer: Optional[torch.Tensor] = None, backend: str = "auto", jit_args=None,
     ) -> None:
-        self._kv_layout = check_layout(kv_layout)
-        self._backend = check_backend(backend)
-        if jit_args is not None:
-            refuse("jit_args", jit_args[0], "a variant of fir.variant")
-        self._float_workspace_buffer = float_workspace_buffer
-        self.device = float_workspace_buffer.device
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args)
         self._use_tensor_cores = use_tensor_cores
-        self._use_cuda_graph = use_cuda_graph
-        buffers = (paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
-        if use_cuda_graph:
-            for name, buffer in zip(("indptr", "indices", "last_page_len"), buffers):
-                if not torch.is_tensor(buffer):
-                    raise ValueError(f"paged_kv_{name}_buffer should be a torch.Tensor in cudagraph mode")
-            self._fixed_batch_size = len(paged_kv_last_page_len_buffer)
-            if len(paged_kv_indptr_buffer) != self._fixed_batch_size + 1:
-                raise ValueError("The size of paged_kv_indptr_buffer should be batch_size + 1")
-        else:
-            self._fixed_batch_size = 0
-        self._paged_kv_indptr_buf, self._paged_kv_indices_buf, self._paged_kv_last_page_len_buf = buffers
-        self._planned = Planned()
+        names = ("paged_kv_indptr_buffer", "paged_kv_indices_buffer", "paged_kv_last_page_len_buffer")
+        self._take_buffers(names, None, paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
 
     @property
     def use_tensor_cores(self) -> bool:
         """As it was given."""
         return self._use_tensor_cores
-
-    @property
-    def is_cuda_graph_enabled(self) -> bool:
-        """As it was given."""
-        return self._use_cuda_graph
-
-    def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
-        """Takes another workspace; ``int_workspace_buffer`` is ignored."""
-        self._float_workspace_buffer = float_workspace_buffer
-
-    def workspace_size(self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size,
-                       *args, **kwargs) -> tuple[int, int]:
-        """Bytes of workspace that a plan of these arguments needs: none, as plans own their scratch."""
-        return 0, 0
 
     def plan(
         self, indptr: torch.Tensor, indices: torch.Tensor, last_page_len: torch.Tensor, num_qo_heads: int,
@@ -118,43 +93,17 @@ class BatchDecodeWithPagedKVCacheWrapper:
     ) -> None:
         """Plans a batch: pages ``indices[indptr[r]:indptr[r + 1]]`` of each request, ``last_page_len[r]`` tokens in the
         last. ``non_blocking``, ``block_tables`` and ``seq_lens`` are ignored."""
-        if data_type is not None:
-            q_data_type = data_type if q_data_type is None or q_data_type == "float16" else q_data_type
-            kv_data_type = data_type if kv_data_type is None else kv_data_type
-        q_dtype = dtype_of(q_data_type) or torch.float16
-        kv_dtype = dtype_of(kv_data_type) or q_dtype
-        o_dtype = dtype_of(o_data_type) or q_dtype
-        batch = len(last_page_len)
-        if self._use_cuda_graph:
-            if batch != self._fixed_batch_size:
-                raise ValueError(
-                    f"The batch size should be fixed in cudagraph mode, the runtime batch size {batch} mismatches the "
-                    f"batch size set during initialization {self._fixed_batch_size}"
-                )
-            if len(indices) > len(self._paged_kv_indices_buf):
-                raise ValueError("The size of indices should be less than or equal to the allocated buffer")
-            self._paged_kv_indptr_buf.copy_(indptr)
-            self._paged_kv_indices_buf[: len(indices)].copy_(indices)
-            self._paged_kv_last_page_len_buf.copy_(last_page_len)
-            indices = self._paged_kv_indices_buf
-        else:
-            self._paged_kv_indptr_buf, self._paged_kv_indices_buf = indptr, indices
-            self._paged_kv_last_page_len_buf = last_page_len
-        attention = Attention(
-            num_qo_heads, self.device, causal=q_len_per_req > 1, window_left=window_left,
-            logits_soft_cap=logits_soft_cap, pos_encoding_mode=pos_encoding_mode, rope_scale=rope_scale,
-            rope_theta=rope_theta,
+        if window_right != 0:
+            refuse("window_right", window_right, "0")
+        q_data_type, kv_data_type = planned_types(data_type, q_data_type, kv_data_type)
+        self._q_len_per_req = q_len_per_req
+        self._plan_pages(
+            q_len_per_req, indptr, indices, last_page_len, page_size, (num_qo_heads, num_kv_heads),
+            (head_dim, head_dim), self._types(q_data_type, kv_data_type, o_data_type),
+            split_of(page_size, fixed_split_size, disable_split_kv), sm_scale, causal=q_len_per_req > 1,
+            window_left=window_left, logits_soft_cap=logits_soft_cap, pos_encoding_mode=pos_encoding_mode,
+            rope_scale=rope_scale, rope_theta=rope_theta,
         )
-        shape = (num_qo_heads, num_kv_heads, head_dim, head_dim, q_dtype, stored(kv_dtype), o_dtype)
-        split = split_of(page_size, fixed_split_size, disable_split_kv)
-        like = self._float_workspace_buffer
-        plan = self._planned.prepare(shape, attention, like, batch, split)
-        plan.plan_paged(like, q_len_per_req, page_size, host(indptr), indices, host(last_page_len))
-        self._cached_q_data_type, self._cached_kv_data_type, self._cached_o_data_type = q_dtype, kv_dtype, o_dtype
-        self._window_left, self._logits_soft_cap, self._causal = window_left, logits_soft_cap, False
-        self._sm_scale = 1.0 / math.sqrt(head_dim) if sm_scale is None else sm_scale
-        self._pos_encoding_mode, self._page_size, self._q_len_per_req = pos_encoding_mode, page_size, q_len_per_req
-        self._rope_scale, self._rope_theta = rope_scale, rope_theta
 
     begin_forward = plan
 
@@ -165,50 +114,15 @@ class BatchDecodeWithPagedKVCacheWrapper:
         sinks: Optional[torch.Tensor] = None, q_len_per_req: Optional[int] = None,
         skip_softmax_threshold_scale_factor: Optional[float] = None, kv_cache_sf=None,
     ):
-        """One layer: ``q``: ``[batch, qo_heads, head_dim]``. Returns ``out``, or ``(out, lse)`` with ``return_lse``.
-        ``enable_pdl``, ``sinks`` and ``skip_softmax_threshold_scale_factor`` are ignored."""
-        planned = self._planned
-        if planned.plan is None:
-            raise RuntimeError("plan() must be called before run()")
-        if self._use_cuda_graph:
-            refuse_capture(q)
-        k, v = unpack_kv(paged_kv_cache)
-        check_dtypes(q, k, self._cached_q_data_type, self._cached_kv_data_type)
-        if window_left is not None and window_left != self._window_left:
-            raise ValueError(f"window_left {window_left} mismatches that of plan(), {self._window_left}")
-        if out is None:
-            out = torch.empty(q.shape, dtype=self._cached_o_data_type, device=q.device)
-        if return_lse and lse is None:
-            lse = torch.empty(q.shape[:2], dtype=F32, device=q.device)
-        scale = self._sm_scale if q_scale is None else self._sm_scale * number(q_scale)
-        planned.plan.run(
-            q, k, v, out, lse if return_lse else None, scale, planned.attention.params,
-            1.0 if k_scale is None else number(k_scale), 1.0 if v_scale is None else number(v_scale), self._kv_layout,
-            None if kv_cache_sf is None else _scales(kv_cache_sf),
-        )
-        return (out, lse) if return_lse else out
+        """One layer: ``q``: ``[batch * q_len_per_req, qo_heads, head_dim]``. Returns ``out``, or ``(out, lse)`` with
+        ``return_lse``; ``args`` are the values of a variant of ``jit_args``. ``enable_pdl``, ``sinks`` and
+        ``skip_softmax_threshold_scale_factor`` are ignored."""
+        if q_len_per_req is not None and q_len_per_req != self._q_len_per_req:
+            raise ValueError(f"q_len_per_req {q_len_per_req} mismatches that of plan(), {self._q_len_per_req}")
+        return self._run_paged(q, paged_kv_cache, args, q_scale, k_scale, v_scale, out, lse, return_lse, window_left,
+                               kv_cache_sf)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
-
-    def _replan(self, pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta) -> None:
-        """What the deprecated calls pass to ``forward`` instead of ``plan``."""
-        attention = Attention(
-            self._planned._key[0][0], self.device, causal=self._q_len_per_req > 1, window_left=window_left,
-            logits_soft_cap=logits_soft_cap, pos_encoding_mode=pos_encoding_mode, rope_scale=rope_scale,
-            rope_theta=rope_theta,
-        )
-        if attention.variant != self._planned.attention.variant:
-            shape, _, _, split = self._planned._key
-            like = self._float_workspace_buffer
-            plan = self._planned.prepare(shape, attention, like, len(self._paged_kv_last_page_len_buf), split)
-            plan.plan_paged(
-                like, self._q_len_per_req, self._page_size, host(self._paged_kv_indptr_buf), self._paged_kv_indices_buf,
-                host(self._paged_kv_last_page_len_buf),
-            )
-        self._planned.attention = attention
-        self._window_left = window_left
-        if sm_scale is not None:
-            self._sm_scale = sm_scale
 
     def forward(
         self, q: torch.Tensor, paged_kv_cache, pos_encoding_mode: str = "NONE", q_scale: Optional[float] = None,
@@ -217,19 +131,12 @@ class BatchDecodeWithPagedKVCacheWrapper:
         rope_theta: Optional[float] = None, return_lse: bool = False,
     ):
         """Deprecated: ``run``, with what ``plan`` takes nowadays."""
-        self._replan(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta)
+        self._replan(
+            sm_scale, causal=self._q_len_per_req > 1, window_left=window_left, logits_soft_cap=logits_soft_cap,
+            pos_encoding_mode=pos_encoding_mode, rope_scale=rope_scale, rope_theta=rope_theta)
         return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
 
     forward_return_lse = functools.partialmethod(forward, return_lse=True)
-
-    def end_forward(self) -> None:
-        """Deprecated: does nothing."""
-
-
-def _scales(kv_cache_sf):
-    if isinstance(kv_cache_sf, (tuple, list)):
-        return tuple(kv_cache_sf)
-    return kv_cache_sf[:, 0], kv_cache_sf[:, 1]
 
 
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
@@ -331,13 +238,6 @@ class BatchDecodeMlaWithPagedKVCacheWrapper:
     run_return_lse = functools.partialmethod(run, return_lse=True)
 
 
-def _table_of(block_tables: torch.Tensor, seq_lens: torch.Tensor, page_size: int):
-    """CSR form of a padded table: every row keeps its width, lengths tell what is used."""
-    batch, width = block_tables.shape
-    indptr = torch.tensor(range(0, batch * width + 1, width) if width else [0] * (batch + 1), dtype=torch.int32)
-    return indptr, block_tables.reshape(-1), host(seq_lens)
-
-
 def xqa_batch_decode_with_kv_cache(
     query: torch.Tensor, kv_cache, workspace_buffer: torch.Tensor, block_tables: torch.Tensor, seq_lens: torch.Tensor,
     max_seq_len: int, bmm1_scale=1.0, bmm2_scale=1.0, window_left: int = -1, out: Optional[torch.Tensor] = None,
@@ -358,7 +258,7 @@ def xqa_batch_decode_with_kv_cache(
     axis = 1 if v is not None else 2
     page_size = k.shape[axis if kv_layout == "NHD" else axis + 1]
     kv_heads = k.shape[axis + 1 if kv_layout == "NHD" else axis]
-    indptr, indices, lens = _table_of(block_tables, seq_lens, page_size)
+    indptr, indices, lens = table_of(block_tables, seq_lens, page_size)
     q_len = host(q_cu_seq_lens) if q_cu_seq_lens is not None else (q_len_per_req or 1)
     packed = k.dtype == torch.uint8
     o_dtype = out.dtype if out is not None else (tokens.dtype if tokens.dtype.itemsize > 1 else torch.bfloat16)
@@ -373,7 +273,7 @@ def xqa_batch_decode_with_kv_cache(
     result = torch.empty(tokens.shape[:2] + (shape[3],), dtype=o_dtype, device=query.device) if out is None else out
     plan.run(
         tokens, k, v, result.view(tokens.shape[:2] + (shape[3],)), None, number(bmm1_scale), attention.params, 1.0,
-        number(bmm2_scale), kv_layout, None if kv_cache_sf is None else _scales(kv_cache_sf),
+        number(bmm2_scale), kv_layout, None if kv_cache_sf is None else block_scales(kv_cache_sf),
     )
     return result.view(query.shape[:-1] + (shape[3],)) if out is None else out
 

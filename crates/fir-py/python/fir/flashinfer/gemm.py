@@ -6,11 +6,11 @@ from typing import Optional
 
 import torch
 
-from .. import _fir
+from . import _native
 from ._core import host, refuse
 
 __all__ = [
-    "SegmentGEMMWrapper", "bmm_bf16", "bmm_fp8", "fp8_blockscale_gemm_sm90", "grouped_mm_bf16", "mm_bf16",
+    "SegmentGEMMWrapper", "bmm_bf16", "bmm_fp8", "fp8_blockscale_gemm_sm90", "grouped_mm_bf16", "grouped_mm_fp8", "mm_bf16",
     "tinygemm_bf16",
 ]
 
@@ -21,7 +21,7 @@ def mm_bf16(a: torch.Tensor, b: torch.Tensor, bias: Optional[torch.Tensor] = Non
     """``a @ b (+ bias)``: ``a``: ``[m, k]``, ``b``: ``[k, n]``, column-major."""
     if out is None:
         out = torch.empty((a.shape[0], b.shape[1]), dtype=out_dtype, device=a.device)
-    _fir.gemm(a, _rows(b), out, bias)
+    _native.gemm(a, _rows(b), out, bias)
     return out
 
 
@@ -35,7 +35,7 @@ def bmm_bf16(A: torch.Tensor, B: torch.Tensor, out: Optional[torch.Tensor] = Non
     """``A[b] @ B[b]``: ``A``: ``[b, m, k]``, ``B``: ``[b, k, n]``, column-major."""
     if out is None:
         out = torch.empty((A.shape[0], A.shape[1], B.shape[2]), dtype=out_dtype, device=A.device)
-    _fir.batched_gemm((A, None, (0, 0)), (_rows(B), None, (0, 0)), out)
+    _native.batched_gemm((A, None, (0, 0)), (_rows(B), None, (0, 0)), out)
     return out
 
 
@@ -46,14 +46,14 @@ def bmm_fp8(A: torch.Tensor, B: torch.Tensor, A_scale: torch.Tensor, B_scale: to
     if out is None:
         out = torch.empty((batch, A.shape[1], B.shape[2]), dtype=dtype, device=A.device)
     scales = [s.reshape(1, 1, 1).expand(batch, 1, 1).contiguous() for s in (A_scale, B_scale)]
-    _fir.batched_gemm((A, scales[0], (0, 0)), (_rows(B), scales[1], (0, 0)), out)
+    _native.batched_gemm((A, scales[0], (0, 0)), (_rows(B), scales[1], (0, 0)), out)
     return out
 
 
 def tinygemm_bf16(input: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, bias: Optional[torch.Tensor] = None,
                   use_pdl: bool = False) -> None:
     """``out = input @ weight.T (+ bias)``."""
-    _fir.gemm(input, weight, out, bias)
+    _native.gemm(input, weight, out, bias)
 
 
 def fp8_blockscale_gemm_sm90(
@@ -65,7 +65,7 @@ def fp8_blockscale_gemm_sm90(
     ``input`` is not rounded to fp8."""
     if out is None:
         out = torch.empty((input.shape[0], weight.shape[0]), dtype=out_dtype or torch.bfloat16, device=input.device)
-    _fir.scaled_gemm((input, input_scale, (1, 128)), (weight, weight_scale, (128, 128)), out)
+    _native.scaled_gemm((input, input_scale, (1, 128)), (weight, weight_scale, (128, 128)), out)
     return out
 
 
@@ -75,7 +75,18 @@ def grouped_mm_bf16(a: torch.Tensor, b: torch.Tensor, m_indptr: torch.Tensor, ou
     """Rows ``m_indptr[g]:m_indptr[g + 1]`` of ``a`` times ``b[g].T``; ``b``: ``[groups, n, k]``."""
     if out is None:
         out = torch.empty((a.shape[0], b.shape[1]), dtype=out_dtype, device=a.device)
-    _fir.grouped_gemm((a, None, (0, 0)), host(m_indptr), (b, None, (0, 0)), out)
+    _native.grouped_gemm((a, None, (0, 0)), m_indptr, (b, None, (0, 0)), out)
+    return out
+
+
+def grouped_mm_fp8(a: torch.Tensor, b: torch.Tensor, m_indptr: torch.Tensor, alpha: Optional[torch.Tensor] = None,
+                   out: Optional[torch.Tensor] = None, out_dtype: torch.dtype = torch.bfloat16, *,
+                   backend: str = "cudnn", tactic: int = -1) -> torch.Tensor:
+    """As ``grouped_mm_bf16``, of fp8, times ``alpha`` ``[1]``."""
+    if out is None:
+        out = torch.empty((a.shape[0], b.shape[1]), dtype=out_dtype, device=a.device)
+    scale = None if alpha is None else alpha.reshape(1, 1)
+    _native.grouped_gemm((a, scale, (0, 0)), m_indptr, (b, None, (0, 0)), out)
     return out
 
 
@@ -102,14 +113,14 @@ class SegmentGEMMWrapper:
             ends = [0]
             for n in host(seg_lens).tolist():
                 ends.append(ends[-1] + n)
-            seg_indptr = torch.tensor(ends, dtype=torch.int64)
+            seg_indptr = torch.tensor(ends, dtype=torch.int64, device="cpu")
         seg_indptr = host(seg_indptr)
         if len(seg_indptr) != batch_size + 1:
             refuse("batch_size", batch_size, f"{len(seg_indptr) - 1}, the number of segments")
         w = weights if weight_column_major else _rows(weights)
         if out is None:
             out = torch.empty((x.shape[0], w.shape[1]), dtype=x.dtype, device=x.device)
-        _fir.grouped_gemm((x, None, (0, 0)), seg_indptr, (w, None, (0, 0)), out, weight_indices)
+        _native.grouped_gemm((x, None, (0, 0)), seg_indptr, (w, None, (0, 0)), out, weight_indices)
         return out
 
     forward = run

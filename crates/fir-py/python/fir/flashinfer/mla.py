@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Optional
 
 import torch
 
 from .. import _fir
+from . import _native
 from ._core import F32, check_backend, host, number, refuse
-from .decode import _table_of
+from .prefill import table_of
 
 __all__ = ["BatchMLAPagedAttentionWrapper", "trtllm_batch_decode_with_kv_cache_mla", "xqa_batch_decode_with_kv_cache_mla"]
 
@@ -25,7 +27,14 @@ class BatchMLAPagedAttentionWrapper:
         self._use_cuda_graph = use_cuda_graph
         self._qo_indptr_buf, self._kv_indptr_buf = qo_indptr, kv_indptr
         self._kv_indices_buf, self._kv_len_arr_buf = kv_indices, kv_len_arr
-        self._plan = None
+        self._int_workspace_buffer = self._pin_memory_int_workspace_buffer = None
+        self.device, self._plan = float_workspace_buffer.device, None
+        self._number, self._cached_module = _native.register(self), _Module(self)
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        """As it was given."""
+        return self._use_cuda_graph
 
     def plan(
         self, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, kv_indices: torch.Tensor, kv_len_arr: torch.Tensor,
@@ -33,13 +42,24 @@ class BatchMLAPagedAttentionWrapper:
         q_data_type: torch.dtype, kv_data_type: torch.dtype, use_profiler: bool = False,
     ) -> None:
         """Plans a batch; lengths are in tokens. ``use_profiler`` is ignored."""
+        if self._use_cuda_graph:
+            for buffer, given in ((self._qo_indptr_buf, qo_indptr), (self._kv_indptr_buf, kv_indptr),
+                                  (self._kv_len_arr_buf, kv_len_arr)):
+                buffer.copy_(given)
+            self._kv_indices_buf[: len(kv_indices)].copy_(kv_indices)
+        else:
+            self._qo_indptr_buf, self._kv_indptr_buf = qo_indptr, kv_indptr
+            self._kv_indices_buf, self._kv_len_arr_buf = kv_indices, kv_len_arr
         out = q_data_type if q_data_type.itemsize > 1 else torch.bfloat16
-        shape = (num_heads, head_dim_ckv, head_dim_kpe, q_data_type, kv_data_type, out)
-        self._plan = _fir.MlaPlan(
-            shape, self._float_workspace_buffer, host(qo_indptr), page_size, host(kv_indptr), kv_indices,
-            host(kv_len_arr), causal=causal,
-        )
+        self._shape = (num_heads, head_dim_ckv, head_dim_kpe, q_data_type, kv_data_type, out)
         self._causal, self._page_size, self._sm_scale, self._out_dtype = causal, page_size, sm_scale, out
+        self._fill(host(qo_indptr), host(kv_indptr), host(kv_len_arr))
+
+    def _fill(self, qo_indptr, kv_indptr, kv_lens) -> None:
+        self._plan = _fir.MlaPlan(
+            self._shape, self._float_workspace_buffer, qo_indptr, self._page_size, kv_indptr, self._kv_indices_buf,
+            kv_lens, causal=self._causal,
+        )
 
     def run(
         self, q_nope: torch.Tensor, q_pe: torch.Tensor, ckv_cache: torch.Tensor, kpe_cache: torch.Tensor,
@@ -64,11 +84,31 @@ class BatchMLAPagedAttentionWrapper:
             out = torch.empty(q_nope.shape, dtype=self._out_dtype, device=q_nope.device)
         if return_lse and lse is None:
             lse = torch.empty(q_nope.shape[:2], dtype=F32, device=q_nope.device)
-        self._plan.run(
-            q_nope, q_pe, ckv_cache, kpe_cache, self._sm_scale, out, lse if return_lse else None, number(ckv_scale),
-            number(kpe_scale),
-        )
+        _run(self._number, q_nope, q_pe, ckv_cache, kpe_cache, out, lse if return_lse else None, number(ckv_scale),
+             number(kpe_scale))
         return (out, lse) if return_lse else out
+
+    def _launch(self, q_nope, q_pe, ckv, kpe, out, lse, ckv_scale, kpe_scale) -> None:
+        self._plan.run(q_nope, q_pe, ckv, kpe, self._sm_scale, out, lse, ckv_scale, kpe_scale)
+
+
+_run = _native.operator(
+    "run_mla", "SymInt plan, Tensor q_nope, Tensor q_pe, Tensor ckv, Tensor kpe, Tensor(a!) out, Tensor(b!)? lse, "
+    "float ckv_scale, float kpe_scale", lambda number, *args: _native.registered(number)._launch(*args))
+
+
+class _Module:
+    """Where engines call FlashInfer's compiled module: its ``plan`` takes lengths that the engine has on the host."""
+
+    def __init__(self, wrapper) -> None:
+        self._wrapper = weakref.ref(wrapper)
+
+    def plan(self, float_workspace, int_workspace, pinned, qo_indptr, kv_indptr, kv_lens, num_heads, head_dim_o, causal):
+        """Plans the batch whose page ids are in the wrapper's buffer; the rest stays as ``plan()`` was told."""
+        wrapper = self._wrapper()
+        wrapper._shape, wrapper._causal = (num_heads, head_dim_o, *wrapper._shape[2:]), causal
+        wrapper._fill(qo_indptr, kv_indptr, kv_lens)
+        return [len(kv_lens)]
 
 
 def xqa_batch_decode_with_kv_cache_mla(
@@ -85,7 +125,7 @@ def xqa_batch_decode_with_kv_cache_mla(
     cache = kv_cache.squeeze(1) if kv_cache.dim() == 4 else kv_cache
     batch, q_len, heads, _ = query.shape
     flat = query.view(batch * q_len, heads, -1)
-    indptr, indices, lens = _table_of(block_tables, seq_lens, cache.shape[1])
+    indptr, indices, lens = table_of(block_tables, seq_lens, cache.shape[1])
     out_dtype = out.dtype if out is not None else (query.dtype if query.dtype.itemsize > 1 else torch.bfloat16)
     shape = (heads, kv_lora_rank, qk_rope_head_dim, query.dtype, cache.dtype, out_dtype)
     plan = _fir.MlaPlan(shape, flat, q_len, cache.shape[1], indptr, indices, lens, causal=q_len > 1)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Optional, Union
 
 import torch
 
 from .. import _fir
-from ._core import number
+from . import _native
+from ._core import F32, number, refuse
 
 __all__ = [
-    "fused_add_rmsnorm", "fused_add_rmsnorm_quant", "gemma_fused_add_rmsnorm", "gemma_rmsnorm", "layernorm",
-    "layernorm_quant", "rmsnorm", "rmsnorm_quant",
+    "fused_add_rmsnorm", "fused_add_rmsnorm_quant", "fused_qk_rmsnorm_rope", "gemma_fused_add_rmsnorm", "gemma_rmsnorm",
+    "layernorm", "layernorm_quant", "rmsnorm", "rmsnorm_quant",
 ]
 
 
@@ -32,48 +34,117 @@ def _rows(norm, x: torch.Tensor, weight: torch.Tensor, eps: float, out: Optional
 def rmsnorm(input: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, out: Optional[torch.Tensor] = None,
             enable_pdl: Optional[bool] = None) -> torch.Tensor:
     """``out = input / rms(input) * weight`` of each row: ``[batch, hidden]`` or ``[batch, heads, hidden]``."""
-    return _rows(_fir.rms_norm, input, weight, eps, out)
+    return _rows(_native.rms_norm, input, weight, eps, out)
 
 
 def gemma_rmsnorm(input: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, out: Optional[torch.Tensor] = None,
                   enable_pdl: Optional[bool] = None) -> torch.Tensor:
     """As ``rmsnorm``, with ``weight + 1``."""
-    return _rows(_fir.gemma_rms_norm, input, weight, eps, out)
+    return _rows(_native.gemma_rms_norm, input, weight, eps, out)
 
 
 def fused_add_rmsnorm(input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6,
                       enable_pdl: Optional[bool] = None) -> None:
     """``residual += input``, then ``input = rmsnorm(residual)``, both in place."""
-    _fir.fused_add_rms_norm(input, residual, weight, eps)
+    _native.fused_add_rms_norm(input, residual, weight, eps)
 
 
 def gemma_fused_add_rmsnorm(input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6,
                             enable_pdl: Optional[bool] = None) -> None:
     """As ``fused_add_rmsnorm``, with ``weight + 1``."""
-    _fir.gemma_fused_add_rms_norm(input, residual, weight, eps)
+    _native.gemma_fused_add_rms_norm(input, residual, weight, eps)
 
 
 def rmsnorm_quant(out: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, scale: Union[float, torch.Tensor],
                   eps: float = 1e-6, enable_pdl: Optional[bool] = None) -> None:
     """``out = fp8(rmsnorm(input) / scale)``; a ``scale`` on a device costs one copy and one wait."""
-    _fir.rms_norm_quant(input, weight, number(scale), eps, out)
+    _native.rms_norm_quant(input, weight, number(scale), eps, out)
 
 
 def fused_add_rmsnorm_quant(out: torch.Tensor, input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor,
                             scale: Union[float, torch.Tensor], eps: float = 1e-6,
                             enable_pdl: Optional[bool] = None) -> None:
     """``residual += input``, then ``out = fp8(rmsnorm(residual) / scale)``."""
-    _fir.fused_add_rms_norm_quant(input, residual, weight, number(scale), eps, out)
+    _native.fused_add_rms_norm_quant(input, residual, weight, number(scale), eps, out)
 
 
 def layernorm(input: torch.Tensor, gemma: torch.Tensor, beta: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     """``(input - mean) / sqrt(var + eps) * gemma + beta`` of each row."""
     out = torch.empty_like(input)
-    _fir.layer_norm(input, gemma, beta, eps, out)
+    _native.layer_norm(input, gemma, beta, eps, out)
     return out
 
 
 def layernorm_quant(out: torch.Tensor, input: torch.Tensor, gemma: torch.Tensor, beta: torch.Tensor,
                     scale: Union[float, torch.Tensor], eps: float = 1e-6) -> None:
     """``out = fp8(layernorm(input) / scale)``."""
-    _fir.layer_norm_quant(input, gemma, beta, number(scale), eps, out)
+    _native.layer_norm_quant(input, gemma, beta, number(scale), eps, out)
+
+
+@functools.lru_cache(maxsize=16)
+def _angles_3d(sizes: tuple[int, int, int], channels: tuple[int, int, int], base: float, device: torch.device):
+    """Cosines and sines of every place of a grid, ``[places, head_dim]``: each axis turns channels of its own."""
+    dim = sum(channels)
+    table = torch.empty((*sizes, dim), dtype=F32, device=device)
+    at = 0
+    for axis, (size, count) in enumerate(zip(sizes, channels)):
+        one = torch.empty((size, count), dtype=F32, device=device)
+        _fir.cos_sin_cache(_native.rope_of(False, count, 1.0, base), one)
+        one = one.view(*(size if i == axis else 1 for i in range(3)), count)
+        half = count // 2
+        table[..., at:at + half].copy_(one[..., :half].expand(*sizes, half))
+        table[..., dim // 2 + at:dim // 2 + at + half].copy_(one[..., half:].expand(*sizes, half))
+        at += half
+    return table.view(-1, dim)
+
+
+@functools.lru_cache(maxsize=16)
+def _places(tokens: int, period: int, device: torch.device) -> torch.Tensor:
+    return torch.tensor([t % period for t in range(tokens)], dtype=torch.int32, device=device)
+
+
+def fused_qk_rmsnorm_rope(
+    qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, *, ppf: int, pph: int, ppw: int,
+    num_frame_channels: int, num_height_channels: int, num_width_channels: int, num_heads_q: int, num_heads_k: int,
+    num_heads_v: int, head_dim: int, eps: float = 1e-6, base: float = 1e4, interleave: bool = True, factor: float = 1.0,
+    low: float = 0.0, high: float = 0.0, attention_factor: float = 1.0, is_qk_norm: bool = True,
+    output_fp8: bool = False, output_quant_scale: float = 1.0, v_quant_scale: float = 1.0,
+    q_out: Optional[torch.Tensor] = None, k_out: Optional[torch.Tensor] = None, v_out: Optional[torch.Tensor] = None,
+):
+    """Queries and keys normed over all their heads, then rotated by their place in a grid of ``ppf x pph x ppw``, and
+    values copied: ``qkv``: ``[tokens, heads * head_dim]`` or ``[batch, seq_len, heads * head_dim]``. Three steps, rounded in
+    between; ``output_fp8`` multiplies by the scales and rounds to e4m3."""
+    if factor != 1.0 or attention_factor != 1.0:
+        refuse("factor", factor, "1.0: YaRN is not applied")
+    channels = (num_frame_channels, num_height_channels, num_width_channels)
+    if sum(channels) != head_dim or any(n % 2 for n in channels):
+        raise ValueError(f"channels {channels} of frame, height and width, expected even numbers that sum to {head_dim}")
+    heads, period = (num_heads_q, num_heads_k, num_heads_v), ppf * pph * ppw
+    rows = qkv.view(-1, qkv.shape[-1])
+    if rows.shape[1] != sum(heads) * head_dim or rows.shape[0] % period or (qkv.dim() == 3 and qkv.shape[1] != period):
+        raise ValueError(f"qkv has shape {tuple(qkv.shape)}, expected rows of {sum(heads) * head_dim} and a multiple of "
+                         f"ppf * pph * ppw = {period} of them")
+    parts = rows.split([n * head_dim for n in heads], dim=1)
+    shape = lambda n: (*qkv.shape[:-1], n, head_dim)
+    fresh = [torch.empty(shape(n), dtype=qkv.dtype, device=qkv.device) for n in heads]
+    for part, out, weight in zip(parts, fresh, (q_weight, k_weight, None)):
+        flat = out.view(-1, part.shape[1])
+        if weight is not None and is_qk_norm:
+            _native.rms_norm(part, weight, eps, flat)
+        else:
+            flat.copy_(part)
+    q, k = (t.view(-1, n, head_dim) for t, n in zip(fresh[:2], heads))
+    table = _angles_3d((ppf, pph, ppw), channels, base, qkv.device)
+    _native.apply_rope(q, k, _places(rows.shape[0], period, qkv.device), None, table, interleave)
+    results = []
+    for given, out, scale in zip((q_out, k_out, v_out), fresh, (output_quant_scale,) * 2 + (v_quant_scale,)):
+        if given is None:
+            given = torch.empty(out.shape, dtype=torch.float8_e4m3fn, device=qkv.device) if output_fp8 else out
+        if output_fp8:
+            scales = torch.full((1, 1), 1.0 / scale, dtype=F32, device=qkv.device)
+            flat = out.view(-1, out.shape[-2] * head_dim)
+            _fir.quantize_fp8_with_scales(flat, scales, (0, 0), given.view(flat.shape))
+        elif given is not out:
+            given.copy_(out)
+        results.append(given)
+    return tuple(results)

@@ -7,6 +7,7 @@ from typing import Optional, Union
 import torch
 
 from .. import _fir
+from . import _native
 from ._core import I32, host, number, unpack_kv
 
 __all__ = [
@@ -61,9 +62,8 @@ def append_paged_kv_cache(
     """Writes ``[nnz, kv_heads, head_dim]`` keys and values to the positions of their requests. The page table is read on
     the host: ``kv_indptr`` and ``kv_last_page_len`` on a device cost one copy and one wait each."""
     k, v = _split(paged_kv_cache)
-    page_size = k.shape[1 if kv_layout == "NHD" else 2]
-    slots = _slots(page_size, kv_indptr, kv_indices, kv_last_page_len, batch_indices, positions)
-    _fir.append_paged_kv(append_key, append_value, k, v, slots, kv_layout)
+    _native.append_paged_kv(append_key, append_value, k, v, kv_indptr, kv_indices, kv_last_page_len, batch_indices,
+                            positions, kv_layout)
 
 
 def append_paged_mla_kv_cache(

@@ -9,18 +9,40 @@ from typing import Optional, Union
 import torch
 
 from .. import _fir
+from . import _native
 from ._core import (
-    F32, I32, Attention, Planned, check_backend, check_dtypes, check_layout, dtype_of, host, number, packed_mask, refuse,
-    refuse_capture, split_of, stored, unpack_kv,
+    F32, Attention, check_backend, check_layout, check_pos_encoding, dtype_of, host, host_i32, number, packed_mask, refuse,
+    split_of, stored, unpack_kv,
 )
-from .decode import _scales, _table_of
+from ._wrapper import Paged, Wrapper, block_scales, items_of
+from .utils import MaskMode
 
 __all__ = [
     "BatchPrefillWithPagedKVCacheWrapper", "BatchPrefillWithRaggedKVCacheWrapper", "fmha_varlen",
     "single_prefill_with_kv_cache", "single_prefill_with_kv_cache_return_lse",
+    "single_prefill_with_kv_cache_with_jit_module",
     "trtllm_batch_context_with_kv_cache", "trtllm_fmha_v2_prefill",
     "trtllm_ragged_attention_deepseek",
 ]
+
+
+def _single(q, k, v, out, lse, mask, mask_indptr, causal, window, cap, encoding, rope_scale, rope_theta, sm_scale,
+            k_scale, v_scale) -> None:
+    (tokens, heads, dim), kv_len = q.shape, k.shape[0]
+    attention = Attention(
+        heads, q.device, causal=causal, window_left=window, logits_soft_cap=cap, pos_encoding_mode=encoding,
+        rope_scale=rope_scale, rope_theta=rope_theta, mask=None if mask is None else (mask, mask_indptr))
+    shape = (heads, k.shape[1], dim, v.shape[2], q.dtype, k.dtype, out.dtype)
+    plan = _fir.BatchPlan(shape, attention.variant, q, requests=1)
+    plan.plan_ragged(host_i32([0, tokens]), host_i32([0, kv_len]))
+    plan.run(q, k, v, out, lse, sm_scale, attention.params, k_scale, v_scale)
+
+
+#: Attention of one request whose keys and values are plain tensors.
+single_request = _native.operator(
+    "single_request", "Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!)? lse, Tensor? mask, Tensor? mask_indptr, "
+    "bool causal, int window, float cap, str encoding, float rope_scale, float rope_theta, float sm_scale, "
+    "float k_scale, float v_scale", _single)
 
 
 def single_prefill_with_kv_cache(
@@ -44,99 +66,42 @@ def single_prefill_with_kv_cache(
     if kv_layout == "HND":
         k, v = k.transpose(0, 1), v.transpose(0, 1)
     (tokens, heads, dim), kv_len = q.shape, k.shape[0]
-    mask = None
+    mask = (None, None)
     if custom_mask is not None or packed_custom_mask is not None:
         mask = packed_mask(custom_mask, packed_custom_mask, [0, tokens], [kv_len])
-    attention = Attention(
-        heads, q.device, causal=causal, window_left=window_left, logits_soft_cap=logits_soft_cap,
-        pos_encoding_mode=pos_encoding_mode, rope_scale=rope_scale, rope_theta=rope_theta, mask=mask,
-    )
+    check_pos_encoding(pos_encoding_mode)
     dtype = o_dtype or (q.dtype if q.dtype.itemsize > 1 else torch.float16)
-    plan = _fir.BatchPlan((heads, k.shape[1], dim, v.shape[2], q.dtype, k.dtype, dtype), attention.variant, q, requests=1)
-    plan.plan_ragged(torch.tensor([0, tokens], dtype=I32), torch.tensor([0, kv_len], dtype=I32))
     out = torch.empty((tokens, heads, v.shape[2]), dtype=dtype, device=q.device)
     lse = torch.empty((tokens, heads), dtype=F32, device=q.device) if return_lse else None
     scale = (1.0 / math.sqrt(dim) if sm_scale is None else sm_scale) * number(scale_q)
-    plan.run(
-        q, k, v, out, lse, scale, attention.params, number(k_scale) * number(scale_k), number(v_scale) * number(scale_v)
-    )
+    single_request(
+        q, k, v, out, lse, *mask, causal, window_left, logits_soft_cap or 0.0, pos_encoding_mode,
+        1.0 if rope_scale is None else rope_scale, 1e4 if rope_theta is None else rope_theta, scale,
+        number(k_scale) * number(scale_k), number(v_scale) * number(scale_v))
+    return (out, lse) if return_lse else out
+
+
+def single_prefill_with_kv_cache_with_jit_module(
+    jit_module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args, kv_layout: str = "NHD",
+    mask_mode: int = MaskMode.NON_CAUSAL.value, window_left: int = -1, return_lse: bool = False,
+):
+    """Attention of one request by a module of ``flashinfer.jit``; ``args`` are its tensors, then its scalars."""
+    check_layout(kv_layout)
+    if mask_mode not in (MaskMode.NON_CAUSAL.value, MaskMode.CAUSAL.value):
+        refuse("mask_mode", mask_mode, "NON_CAUSAL or CAUSAL: another mask is for the module's variant to tell")
+    params, scale = jit_module.values(args, 1.0 / math.sqrt(q.shape[-1]))
+    attention = Attention(q.shape[1], q.device, causal=mask_mode == MaskMode.CAUSAL.value, window_left=window_left,
+                          own=jit_module.variant)
+    out = torch.empty(q.shape[:2] + (v.shape[-1],), dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:2], dtype=F32, device=q.device) if return_lse else None
+    _fir.single(q, k, v, attention.variant, out, lse, scale, {**(attention.params or {}), **params}, kv_layout)
     return (out, lse) if return_lse else out
 
 
 single_prefill_with_kv_cache_return_lse = functools.partial(single_prefill_with_kv_cache, return_lse=True)
 
 
-def _items(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len):
-    if prefix_len_ptr is None:
-        return None
-    return prefix_len_ptr.to(I32), token_pos_in_items_ptr.to(I32).reshape(-1), int(token_pos_in_items_len)
-
-
-class _Prefill:
-    """What the two prefill wrappers have in common."""
-
-    def __init__(self, float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args) -> None:
-        self._kv_layout = check_layout(kv_layout)
-        self._backend = check_backend(backend)
-        if jit_args is not None:
-            refuse("jit_args", jit_args[0], "a variant of fir.variant")
-        self._float_workspace_buffer = float_workspace_buffer
-        self.device = float_workspace_buffer.device
-        self._use_cuda_graph = use_cuda_graph
-        self._planned = Planned()
-        self._sink = False
-
-    @property
-    def is_cuda_graph_enabled(self) -> bool:
-        """As it was given."""
-        return self._use_cuda_graph
-
-    def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer) -> None:
-        """Takes another workspace; ``int_workspace_buffer`` is ignored."""
-        self._float_workspace_buffer = float_workspace_buffer
-
-    def end_forward(self) -> None:
-        """Deprecated: does nothing."""
-
-    def _set(self, shape, batch, split, *, mask, items, sm_scale, **flags):
-        sink = torch.empty(0) if self._sink else None
-        attention = Attention(shape[0], self.device, mask=mask, items=items, sink=sink, **flags)
-        plan = self._planned.prepare(shape, attention, self._float_workspace_buffer, batch, split)
-        self._flags, self._mask, self._item_args, self._batch = flags, mask, items, batch
-        self._causal, self._window_left = flags["causal"], flags["window_left"]
-        self._logits_soft_cap, self._pos_encoding_mode = flags["logits_soft_cap"], flags["pos_encoding_mode"]
-        self._sm_scale = 1.0 / math.sqrt(shape[2]) if sm_scale is None else sm_scale
-        return plan
-
-    def _replan(self, sm_scale, **flags) -> None:
-        """What the deprecated calls pass to ``forward`` instead of ``plan``."""
-        shape, _, _, split = self._planned._key
-        before = self._planned.attention.variant
-        plan = self._set(shape, self._batch, split, mask=self._mask, items=self._item_args,
-                         sm_scale=self._sm_scale if sm_scale is None else sm_scale, **flags)
-        if self._planned.attention.variant != before:
-            self._fill(plan)
-
-    def _begin(self, q, k):
-        if self._planned.plan is None:
-            raise RuntimeError("plan() must be called before run()")
-        if self._use_cuda_graph:
-            refuse_capture(q)
-        check_dtypes(q, k, self._cached_q_data_type, self._cached_kv_data_type)
-
-    def _outputs(self, q, out, lse, return_lse):
-        shape = self._planned._key[0]
-        if out is None:
-            out = torch.empty((q.shape[0], shape[0], shape[3]), dtype=self._cached_o_data_type, device=q.device)
-        if return_lse and lse is None:
-            lse = torch.empty(q.shape[:2], dtype=F32, device=q.device)
-        return out, lse
-
-    def _scale(self, q_scale):
-        return self._sm_scale if q_scale is None else self._sm_scale * number(q_scale)
-
-
-class BatchPrefillWithPagedKVCacheWrapper(_Prefill):
+class BatchPrefillWithPagedKVCacheWrapper(Paged):
     """Prefill, append or decode over a paged cache: ``plan()`` once per step, ``run()`` once per layer.
 
     The workspace only tells the device; scratch is sized by the plan. A mask given to ``plan()`` takes the place of
@@ -150,28 +115,12 @@ class BatchPrefillWithPagedKVCacheWrapper(_Prefill):
         custom_mask_buf: Optional[torch.Tensor] = None, mask_indptr_buf: Optional[torch.Tensor] = None,
         backend: str = "auto", jit_args=None, jit_kwargs=None,
     ) -> None:
-        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args)
-        buffers = (qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf)
-        if use_cuda_graph:
-            for name, buffer in zip(
-                ("qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf"), buffers
-            ):
-                if not torch.is_tensor(buffer):
-                    raise ValueError(f"{name} should be a torch.Tensor in CUDA graph mode")
-            self._fixed_batch_size = len(qo_indptr_buf) - 1
-            if len(paged_kv_indptr_buf) != self._fixed_batch_size + 1:
-                raise ValueError("The length of paged_kv_indptr_buf should be batch_size + 1.")
-            if len(paged_kv_last_page_len_buf) != self._fixed_batch_size:
-                raise ValueError("The length of paged_kv_last_page_len_buf should be batch_size.")
-        else:
-            self._fixed_batch_size = 0
-        self._qo_indptr_buf, self._paged_kv_indptr_buf, self._paged_kv_indices_buf = buffers[:3]
-        self._paged_kv_last_page_len_buf = buffers[3]
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args, jit_kwargs)
+        names = ("qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf")
+        if use_cuda_graph and qo_indptr_buf is None:
+            raise ValueError("qo_indptr_buf should be a torch.Tensor in CUDA graph mode")
+        self._take_buffers(names, qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf)
         self._custom_mask_buf, self._mask_indptr_buf = custom_mask_buf, mask_indptr_buf
-
-    def workspace_size(self, *args, **kwargs) -> tuple[int, int]:
-        """Bytes of workspace that a plan of these arguments needs: none, as plans own their scratch."""
-        return 0, 0
 
     def plan(
         self, qo_indptr: torch.Tensor, paged_kv_indptr: torch.Tensor, paged_kv_indices: torch.Tensor,
@@ -191,47 +140,18 @@ class BatchPrefillWithPagedKVCacheWrapper(_Prefill):
         """Plans a batch. Ignored, as they tell what the page table does or choose a kernel: ``use_fp16_qk_reduction``,
         ``non_blocking``, ``max_item_len_ptr``, ``seq_lens``, ``seq_lens_q``, ``block_tables``,
         ``max_token_per_sequence``, ``max_sequence_kv``."""
-        q_dtype = dtype_of(q_data_type)
-        kv_dtype, o_dtype = dtype_of(kv_data_type) or q_dtype, dtype_of(o_data_type) or q_dtype
-        qo, indptr, last = host(qo_indptr), host(paged_kv_indptr), host(paged_kv_last_page_len)
-        batch = len(qo) - 1
-        mask = None
-        if custom_mask is not None or packed_custom_mask is not None:
-            pages, lasts = indptr.tolist(), last.tolist()
-            lens = [max((b - a - 1) * page_size + n, 0) if b > a else 0 for a, b, n in zip(pages, pages[1:], lasts)]
-            mask = packed_mask(custom_mask, packed_custom_mask, qo.tolist(), lens)
-        if self._use_cuda_graph:
-            if batch != self._fixed_batch_size:
-                raise ValueError(
-                    f"The batch size should be fixed during the lifecycle of the wrapper in cuda graph mode, the runtime "
-                    f"batch size {batch}  mismatches the batch size {self._fixed_batch_size} set during initialization."
-                )
-            if len(paged_kv_indices) > len(self._paged_kv_indices_buf):
-                raise ValueError("The length of paged_kv_indices exceeds the allocated buffer size.")
-            self._qo_indptr_buf.copy_(qo_indptr)
-            self._paged_kv_indptr_buf.copy_(paged_kv_indptr)
-            self._paged_kv_indices_buf[: len(paged_kv_indices)].copy_(paged_kv_indices)
-            self._paged_kv_last_page_len_buf.copy_(paged_kv_last_page_len)
-        else:
-            self._qo_indptr_buf, self._paged_kv_indptr_buf = qo_indptr, paged_kv_indptr
-            self._paged_kv_indices_buf, self._paged_kv_last_page_len_buf = paged_kv_indices, paged_kv_last_page_len
-        self._host_table = (qo, page_size, indptr, last)
-        self._cached_q_data_type, self._cached_kv_data_type, self._cached_o_data_type = q_dtype, kv_dtype, o_dtype
-        self._page_size = page_size
-        shape = (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo or head_dim_qk, q_dtype, stored(kv_dtype), o_dtype)
-        plan = self._set(
-            shape, batch, split_of(page_size, fixed_split_size, disable_split_kv), mask=mask,
-            items=_items(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len), sm_scale=sm_scale,
-            causal=causal, window_left=window_left, logits_soft_cap=logits_soft_cap,
-            pos_encoding_mode=pos_encoding_mode, rope_scale=rope_scale, rope_theta=rope_theta,
+        self._plan_pages(
+            qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size,
+            (num_qo_heads, num_kv_heads), (head_dim_qk, head_dim_vo or head_dim_qk),
+            self._types(q_data_type, kv_data_type, o_data_type),
+            split_of(page_size, fixed_split_size, disable_split_kv), sm_scale, custom_mask=custom_mask,
+            packed_custom_mask=packed_custom_mask,
+            items=items_of(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len), causal=causal,
+            window_left=window_left, logits_soft_cap=logits_soft_cap, pos_encoding_mode=pos_encoding_mode,
+            rope_scale=rope_scale, rope_theta=rope_theta,
         )
-        self._fill(plan)
 
     begin_forward = plan
-
-    def _fill(self, plan) -> None:
-        qo, page_size, indptr, last = self._host_table
-        plan.plan_paged(self._float_workspace_buffer, qo, page_size, indptr, self._paged_kv_indices_buf, last)
 
     def run(
         self, q: torch.Tensor, paged_kv_cache, *args, q_scale=None, k_scale=None, v_scale=None,
@@ -243,17 +163,8 @@ class BatchPrefillWithPagedKVCacheWrapper(_Prefill):
         """One layer: ``q``: ``[tokens, qo_heads, head_dim_qk]``. Returns ``out``, or ``(out, lse)`` with ``return_lse``.
         ``enable_pdl``, ``sinks``, ``skip_softmax_threshold_scale_factor``, ``use_fp16_softmax`` and ``uses_spcompress`` are
         ignored."""
-        k, v = unpack_kv(paged_kv_cache)
-        self._begin(q, k)
-        if window_left is not None and window_left != self._window_left:
-            raise ValueError(f"window_left {window_left} mismatches that of plan(), {self._window_left}")
-        out, lse = self._outputs(q, out, lse, return_lse)
-        self._planned.plan.run(
-            q, k, v, out, lse if return_lse else None, self._scale(q_scale), self._planned.attention.params,
-            1.0 if k_scale is None else number(k_scale), 1.0 if v_scale is None else number(v_scale), self._kv_layout,
-            None if kv_cache_sf is None else _scales(kv_cache_sf),
-        )
-        return (out, lse) if return_lse else out
+        return self._run_paged(q, paged_kv_cache, args, q_scale, k_scale, v_scale, out, lse, return_lse, window_left,
+                               kv_cache_sf)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 
@@ -273,7 +184,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Prefill):
     forward_return_lse = functools.partialmethod(forward, return_lse=True)
 
 
-class BatchPrefillWithRaggedKVCacheWrapper(_Prefill):
+class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
     """Prefill over keys and values that lie one request after another."""
 
     def __init__(
@@ -282,7 +193,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_Prefill):
         custom_mask_buf: Optional[torch.Tensor] = None, mask_indptr_buf: Optional[torch.Tensor] = None,
         backend: str = "auto", jit_args=None, jit_kwargs=None,
     ) -> None:
-        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args)
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args, jit_kwargs)
         if use_cuda_graph:
             for name, buffer in (("qo_indptr_buf", qo_indptr_buf), ("kv_indptr_buf", kv_indptr_buf)):
                 if not torch.is_tensor(buffer):
@@ -309,8 +220,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(_Prefill):
         ``seq_lens_q``, ``max_token_per_sequence``, ``max_sequence_kv``."""
         if v_indptr is not None or o_indptr is not None:
             refuse("v_indptr, o_indptr", "tensors", "None")
-        q_dtype = dtype_of(q_data_type)
-        kv_dtype, o_dtype = dtype_of(kv_data_type) or q_dtype, dtype_of(o_data_type) or q_dtype
         qo, kv = host(qo_indptr), host(kv_indptr)
         if len(qo) != len(kv):
             raise ValueError("The kv_indptr length should be equal to qo_indptr length.")
@@ -325,11 +234,11 @@ class BatchPrefillWithRaggedKVCacheWrapper(_Prefill):
         else:
             self._qo_indptr_buf, self._kv_indptr_buf = qo_indptr, kv_indptr
         self._host_indptr = (qo, kv)
-        self._cached_q_data_type, self._cached_kv_data_type, self._cached_o_data_type = q_dtype, kv_dtype, o_dtype
-        shape = (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo or head_dim_qk, q_dtype, kv_dtype, o_dtype)
+        types = self._types(q_data_type, kv_data_type, o_data_type)
+        shape = (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo or head_dim_qk, *types)
         plan = self._set(
             shape, len(qo) - 1, split_of(1, fixed_split_size, disable_split_kv), mask=mask,
-            items=_items(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len), sm_scale=sm_scale,
+            items=items_of(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len), sm_scale=sm_scale,
             causal=causal, window_left=window_left, logits_soft_cap=logits_soft_cap,
             pos_encoding_mode=pos_encoding_mode, rope_scale=rope_scale, rope_theta=rope_theta,
         )
@@ -354,13 +263,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_Prefill):
             refuse("o_scale", o_scale, "1.0, as outputs are not fp8")
         if self._kv_layout == "HND":
             k, v = k.transpose(0, 1), v.transpose(0, 1)
-        self._begin(q, k)
-        out, lse = self._outputs(q, out, lse, return_lse)
-        self._planned.plan.run(
-            q, k, v, out, lse if return_lse else None, self._scale(q_scale), self._planned.attention.params,
-            number(k_scale), number(v_scale),
-        )
-        return (out, lse) if return_lse else out
+        return self._run(q, k, v, args, q_scale, k_scale, v_scale, out, lse, return_lse)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 
@@ -399,13 +302,20 @@ def fmha_varlen(
     )
 
 
+def table_of(block_tables: torch.Tensor, seq_lens: torch.Tensor, page_size: int):
+    """CSR form of a padded table: every row keeps its width, lengths tell what is used."""
+    batch, width = block_tables.shape
+    indptr = host_i32(range(0, batch * width + 1, width) if width else [0] * (batch + 1))
+    return indptr, block_tables.reshape(-1), host(seq_lens)
+
+
 def _context(query, k, v, block_tables, seq_lens, bmm1_scale, bmm2_scale, cum_seq_lens_q, window_left, out, kv_layout,
              sinks, kv_cache_sf, causal, lse, return_lse, logits_soft_cap=None):
     heads, dim = query.shape[-2:]
     axis = 1 if v is not None else 2
     page_size = k.shape[axis if kv_layout == "NHD" else axis + 1]
     kv_heads = k.shape[axis + 1 if kv_layout == "NHD" else axis]
-    indptr, indices, lens = _table_of(block_tables, seq_lens, page_size)
+    indptr, indices, lens = table_of(block_tables, seq_lens, page_size)
     sinks = sinks[0] if isinstance(sinks, (list, tuple)) else sinks
     attention = Attention(
         heads, query.device, causal=causal, window_left=window_left, sink=sinks, logits_soft_cap=logits_soft_cap
@@ -417,7 +327,7 @@ def _context(query, k, v, block_tables, seq_lens, bmm1_scale, bmm2_scale, cum_se
         lse = torch.empty(query.shape[:2], dtype=F32, device=query.device)
     plan.run(
         query, k, v, out, lse if return_lse else None, number(bmm1_scale), attention.params, 1.0, number(bmm2_scale),
-        kv_layout, None if kv_cache_sf is None else _scales(kv_cache_sf),
+        kv_layout, None if kv_cache_sf is None else block_scales(kv_cache_sf),
     )
     return (out, lse) if return_lse else out
 

@@ -10,11 +10,12 @@ from typing import Optional
 import torch
 
 from .. import _fir
-from ._core import F32, I32, host, number, refuse
+from . import _native
+from ._core import F32, I32, check_layout, host, number, refuse
 
 __all__ = [
     "dequantize_fp8", "mxfp4_dequantize", "mxfp4_dequantize_host", "mxfp4_quantize", "mxfp8_dequantize_host",
-    "mxfp8_quantize", "nvfp4_kv_dequantize", "nvfp4_kv_quantize", "packbits", "per_token_group_quant_8bit",
+    "mxfp8_quantize", "nvfp4_kv_dequantize", "nvfp4_kv_dequantize_paged", "nvfp4_kv_quantize", "packbits", "per_token_group_quant_8bit",
     "quantize_fp8", "segment_packbits",
 ]
 
@@ -22,7 +23,7 @@ __all__ = [
 def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
     """Eight truth values to a byte, ``[ceil(n / 8)]``, uint8."""
     out = torch.empty(((x.shape[0] + 7) // 8,), dtype=torch.uint8, device=x.device)
-    _fir.packbits(_truth(x), bitorder, out)
+    _native.packbits(_truth(x), bitorder, out)
     return out
 
 
@@ -45,14 +46,14 @@ def quantize_fp8(x: torch.Tensor, block: tuple[int, int], dtype: torch.dtype = t
     counts = tuple(1 if b == 0 else -(-n // b) for n, b in zip((rows, columns), block))
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     scales = torch.empty(x.shape[:-2] + counts, dtype=F32, device=x.device)
-    _fir.quantize_fp8(x, block, out, scales)
+    _native.quantize_fp8(x, block, out, scales)
     return out, scales
 
 
 def dequantize_fp8(x: torch.Tensor, scales: torch.Tensor, block: tuple[int, int], dtype: torch.dtype = F32):
     """The numbers that fp8 and its scales stand for."""
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    _fir.dequantize_fp8(x, scales, block, out)
+    _native.dequantize_fp8(x, scales, block, out)
     return out
 
 
@@ -61,16 +62,17 @@ def per_token_group_quant_8bit(
     column_major_scales: bool = False, scale_tma_aligned: bool = False, scale_ue8m0: bool = False,
     backend: str = "cutile",
 ):
-    """fp8 with a scale per ``group_size`` elements of a row. ``eps`` is ignored: scales are at least 2^-126."""
+    """fp8 with a scale per ``group_size`` elements of a row. ``eps`` is ignored: scales are at least 2^-126; so is
+    ``backend``. ``column_major_scales`` gives the same scales with the rows next to each other in memory."""
     dtype = dst_dtype or torch.float8_e4m3fn
     if dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
         refuse("dst_dtype", dtype, "float8_e4m3fn or float8_e5m2")
-    for name, got in (("column_major_scales", column_major_scales), ("scale_tma_aligned", scale_tma_aligned),
-                      ("scale_ue8m0", scale_ue8m0)):
+    for name, got in (("scale_tma_aligned", scale_tma_aligned), ("scale_ue8m0", scale_ue8m0)):
         if got:
             refuse(name, got, "False")
     q, s = quantize_fp8(x.reshape(-1, x.shape[-1]), (1, group_size), dtype)
-    return q.view(x.shape), s.view(x.shape[:-1] + (x.shape[-1] // group_size,))
+    s = s.view(x.shape[:-1] + (x.shape[-1] // group_size,))
+    return q.view(x.shape), s.transpose(-1, -2).contiguous().transpose(-1, -2) if column_major_scales else s
 
 
 def _plain(is_sf_swizzled_layout: bool) -> None:
@@ -84,7 +86,7 @@ def mxfp8_quantize(input: torch.Tensor, is_sf_swizzled_layout: bool = True, alig
     _plain(is_sf_swizzled_layout or sf_swizzle_layout is not None)
     out = torch.empty(input.shape, dtype=torch.float8_e4m3fn, device=input.device)
     scales = torch.empty((input.shape[0], input.shape[1] // 32), dtype=torch.uint8, device=input.device)
-    _fir.quantize_blocks("mxfp8", input, out, scales)
+    _native.quantize_blocks("mxfp8", input, out, scales)
     return out, scales
 
 
@@ -93,7 +95,7 @@ def mxfp8_dequantize_host(input: torch.Tensor, scale_tensor: torch.Tensor, is_sf
     """The numbers of ``mxfp8_quantize``, f32."""
     _plain(is_sf_swizzled_layout or sf_swizzle_layout is not None)
     out = torch.empty(input.shape, dtype=F32, device=input.device)
-    _fir.dequantize_blocks("mxfp8", input, scale_tensor.view(input.shape[0], -1), out)
+    _native.dequantize_blocks("mxfp8", input, scale_tensor.view(input.shape[0], -1), out)
     return out
 
 
@@ -104,7 +106,7 @@ def mxfp4_quantize(a: torch.Tensor, backend: str = "cuda", enable_pdl: Optional[
         refuse("sfLayout", sfLayout, "'linear': the swizzled order is Blackwell's")
     out = torch.empty((a.shape[0], a.shape[1] // 2), dtype=torch.uint8, device=a.device)
     scales = torch.empty((a.shape[0], a.shape[1] // 32), dtype=torch.uint8, device=a.device)
-    _fir.quantize_blocks("mxfp4", a, out, scales)
+    _native.quantize_blocks("mxfp4", a, out, scales)
     return out, scales
 
 
@@ -120,7 +122,7 @@ def mxfp4_dequantize_host(weight: torch.Tensor, scale: torch.Tensor, group_size:
     if group_size != 32:
         refuse("group_size", group_size, "32")
     out = torch.empty((weight.shape[0], weight.shape[1] * 2), dtype=F32, device=weight.device)
-    _fir.dequantize_blocks("mxfp4", weight, scale, out)
+    _native.dequantize_blocks("mxfp4", weight, scale, out)
     return out
 
 
@@ -129,7 +131,7 @@ def nvfp4_kv_quantize(input: torch.Tensor, global_scale: torch.Tensor):
     ``value = e2m1 * scale * global_scale``."""
     out = torch.empty((input.shape[0], input.shape[1] // 2), dtype=torch.uint8, device=input.device)
     scales = torch.empty((input.shape[0], input.shape[1] // 16), dtype=torch.uint8, device=input.device)
-    _fir.quantize_blocks("nvfp4", input, out, scales, number(global_scale))
+    _native.quantize_blocks("nvfp4", input, out, scales, number(global_scale))
     return out, scales
 
 
@@ -137,5 +139,28 @@ def nvfp4_kv_dequantize(fp4_data: torch.Tensor, block_scales: torch.Tensor, glob
                         output_dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """The numbers of ``nvfp4_kv_quantize``."""
     out = torch.empty((fp4_data.shape[0], fp4_data.shape[1] * 2), dtype=output_dtype, device=fp4_data.device)
-    _fir.dequantize_blocks("nvfp4", fp4_data, block_scales, out, number(global_scale))
+    _native.dequantize_blocks("nvfp4", fp4_data, block_scales, out, number(global_scale))
     return out
+
+
+def nvfp4_kv_dequantize_paged(
+    paged_kv_cache, kv_cache_sf, block_tables: torch.Tensor, seq_lens: torch.Tensor, k_scale: torch.Tensor,
+    v_scale: torch.Tensor, output_k: torch.Tensor, output_v: torch.Tensor, kv_layout: str = "NHD",
+) -> None:
+    """The numbers of a paged NVFP4 cache in ``[batch, max_seq_len, kv_heads, head_dim]``; tokens past ``seq_lens`` are left
+    as they are. Pages of one request after another are gathered, then dequantized."""
+    check_layout(kv_layout)
+    halves = lambda x: x if isinstance(x, (tuple, list)) else (x[:, 0], x[:, 1])
+    tables, lens = host(block_tables), host(seq_lens).tolist()
+    sides = zip(halves(paged_kv_cache), halves(kv_cache_sf), (k_scale, v_scale), (output_k, output_v))
+    for codes, scales, scale, out in sides:
+        page_size, factor = codes.shape[1 if kv_layout == "NHD" else 2], number(scale)
+        for r, tokens in enumerate(lens):
+            ids = tables[r, : -(-tokens // page_size)].to(device=codes.device, dtype=torch.int64)
+            pages = [t.view(torch.uint8).index_select(0, ids) for t in (codes, scales)]
+            if kv_layout == "HND":
+                pages = [p.transpose(1, 2) for p in pages]
+            pages = [p.reshape(-1, p.shape[-1]) for p in pages]
+            rows = torch.empty((pages[0].shape[0], out.shape[-1]), dtype=out.dtype, device=out.device)
+            _native.dequantize_blocks("nvfp4", *pages, rows, factor)
+            out[r, :tokens].copy_(rows.view(-1, *out.shape[2:])[:tokens])

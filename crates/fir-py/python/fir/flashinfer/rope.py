@@ -7,8 +7,8 @@ from typing import Optional
 import torch
 
 from .. import _fir
-from ..variant import Rope
-from ._core import host, refuse
+from . import _native
+from ._core import host, host_i32, refuse
 
 __all__ = [
     "apply_llama31_rope", "apply_llama31_rope_inplace", "apply_llama31_rope_pos_ids", "apply_llama31_rope_pos_ids_inplace",
@@ -18,32 +18,24 @@ __all__ = [
 ]
 
 
-def _apply(q, k, positions, angles):
-    q_out, k_out = torch.empty_like(q), torch.empty_like(k)
-    _fir.apply_rope(q, k, positions, angles, q_out, k_out)
-    return q_out, k_out
-
-
-def _rope(rotary_dim, interleave, scale, theta) -> Rope:
-    return Rope(theta, scale, interleave=interleave, rotary_dim=rotary_dim)
-
-
-def _llama31(rotary_dim, interleave, scale, theta, low, high, old) -> Rope:
-    return Rope(theta, scale, interleave=interleave, rotary_dim=rotary_dim, low_freq_factor=low, high_freq_factor=high,
-                old_context_len=float(old))
+def _apply(q, k, positions, offsets, interleave, numbers):
+    """Rotates into new tensors; ``numbers``: rotary_dim, scale, theta, and Llama 3.1's three."""
+    outs = torch.empty_like(q), torch.empty_like(k)
+    _native.apply_rope(q, k, positions, offsets, None, interleave, numbers, outs)
+    return outs
 
 
 def apply_rope_inplace(q: torch.Tensor, k: torch.Tensor, indptr: torch.Tensor, offsets: torch.Tensor,
                        rotary_dim: Optional[int] = None, interleave: bool = False, rope_scale: float = 1,
                        rope_theta: float = 1e4) -> None:
     """Rotates ``[nnz, heads, head_dim]`` in place; token ``t`` of request ``r`` stands at ``offsets[r] + t - indptr[r]``."""
-    _fir.apply_rope_in_place(q, k, (host(indptr), offsets), _rope(rotary_dim, interleave, rope_scale, rope_theta))
+    _native.apply_rope(q, k, indptr, offsets, None, interleave, (rotary_dim or 0, rope_scale, rope_theta))
 
 
 def apply_rope_pos_ids_inplace(q: torch.Tensor, k: torch.Tensor, pos_ids: torch.Tensor, rotary_dim: Optional[int] = None,
                                interleave: bool = False, rope_scale: float = 1, rope_theta: float = 1e4) -> None:
     """Rotates in place, by ``pos_ids`` ``[nnz]``."""
-    _fir.apply_rope_in_place(q, k, pos_ids, _rope(rotary_dim, interleave, rope_scale, rope_theta))
+    _native.apply_rope(q, k, pos_ids, None, None, interleave, (rotary_dim or 0, rope_scale, rope_theta))
 
 
 def apply_llama31_rope_inplace(q: torch.Tensor, k: torch.Tensor, indptr: torch.Tensor, offsets: torch.Tensor,
@@ -51,8 +43,8 @@ def apply_llama31_rope_inplace(q: torch.Tensor, k: torch.Tensor, indptr: torch.T
                                rope_theta: float = 5e5, low_freq_factor: float = 1, high_freq_factor: float = 4,
                                old_context_len: int = 8192) -> None:
     """As ``apply_rope_inplace``, with Llama 3.1's frequencies."""
-    rope = _llama31(rotary_dim, interleave, rope_scale, rope_theta, low_freq_factor, high_freq_factor, old_context_len)
-    _fir.apply_rope_in_place(q, k, (host(indptr), offsets), rope)
+    numbers = (rotary_dim or 0, rope_scale, rope_theta, low_freq_factor, high_freq_factor, old_context_len)
+    _native.apply_rope(q, k, indptr, offsets, None, interleave, numbers)
 
 
 def apply_llama31_rope_pos_ids_inplace(q: torch.Tensor, k: torch.Tensor, pos_ids: torch.Tensor,
@@ -60,21 +52,21 @@ def apply_llama31_rope_pos_ids_inplace(q: torch.Tensor, k: torch.Tensor, pos_ids
                                        rope_scale: float = 8, rope_theta: float = 5e5, low_freq_factor: float = 1,
                                        high_freq_factor: float = 4, old_context_len: int = 8192) -> None:
     """As ``apply_rope_pos_ids_inplace``, with Llama 3.1's frequencies."""
-    rope = _llama31(rotary_dim, interleave, rope_scale, rope_theta, low_freq_factor, high_freq_factor, old_context_len)
-    _fir.apply_rope_in_place(q, k, pos_ids, rope)
+    numbers = (rotary_dim or 0, rope_scale, rope_theta, low_freq_factor, high_freq_factor, old_context_len)
+    _native.apply_rope(q, k, pos_ids, None, None, interleave, numbers)
 
 
 def apply_rope(q: torch.Tensor, k: torch.Tensor, indptr: torch.Tensor, offsets: torch.Tensor,
                rotary_dim: Optional[int] = None, interleave: bool = False, rope_scale: float = 1,
                rope_theta: float = 1e4):
     """As ``apply_rope_inplace``, into new tensors."""
-    return _apply(q, k, (host(indptr), offsets), _rope(rotary_dim, interleave, rope_scale, rope_theta))
+    return _apply(q, k, indptr, offsets, interleave, (rotary_dim or 0, rope_scale, rope_theta))
 
 
 def apply_rope_pos_ids(q: torch.Tensor, k: torch.Tensor, pos_ids: torch.Tensor, rotary_dim: Optional[int] = None,
                        interleave: bool = False, rope_scale: float = 1, rope_theta: float = 1e4):
     """As ``apply_rope_pos_ids_inplace``, into new tensors."""
-    return _apply(q, k, pos_ids, _rope(rotary_dim, interleave, rope_scale, rope_theta))
+    return _apply(q, k, pos_ids, None, interleave, (rotary_dim or 0, rope_scale, rope_theta))
 
 
 def apply_llama31_rope(q: torch.Tensor, k: torch.Tensor, indptr: torch.Tensor, offsets: torch.Tensor,
@@ -82,16 +74,16 @@ def apply_llama31_rope(q: torch.Tensor, k: torch.Tensor, indptr: torch.Tensor, o
                        rope_theta: float = 5e5, low_freq_factor: float = 1, high_freq_factor: float = 4,
                        old_context_len: int = 8192):
     """As ``apply_llama31_rope_inplace``, into new tensors."""
-    rope = _llama31(rotary_dim, interleave, rope_scale, rope_theta, low_freq_factor, high_freq_factor, old_context_len)
-    return _apply(q, k, (host(indptr), offsets), rope)
+    numbers = (rotary_dim or 0, rope_scale, rope_theta, low_freq_factor, high_freq_factor, old_context_len)
+    return _apply(q, k, indptr, offsets, interleave, numbers)
 
 
 def apply_llama31_rope_pos_ids(q: torch.Tensor, k: torch.Tensor, pos_ids: torch.Tensor, rotary_dim: Optional[int] = None,
                                interleave: bool = False, rope_scale: float = 8, rope_theta: float = 5e5,
                                low_freq_factor: float = 1, high_freq_factor: float = 4, old_context_len: int = 8192):
     """As ``apply_llama31_rope_pos_ids_inplace``, into new tensors."""
-    rope = _llama31(rotary_dim, interleave, rope_scale, rope_theta, low_freq_factor, high_freq_factor, old_context_len)
-    return _apply(q, k, pos_ids, rope)
+    numbers = (rotary_dim or 0, rope_scale, rope_theta, low_freq_factor, high_freq_factor, old_context_len)
+    return _apply(q, k, pos_ids, None, interleave, numbers)
 
 
 def _heads(x: torch.Tensor, head_size: int) -> torch.Tensor:
@@ -99,7 +91,7 @@ def _heads(x: torch.Tensor, head_size: int) -> torch.Tensor:
         return x
     if x.shape[-1] % head_size:
         raise ValueError(f"last axis of {x.shape[-1]}, expected a multiple of head_size={head_size}")
-    return x.unflatten(-1, (-1, head_size))
+    return x.view(*x.shape[:-1], -1, head_size)
 
 
 def apply_rope_with_cos_sin_cache(positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, head_size: int,
@@ -109,8 +101,8 @@ def apply_rope_with_cos_sin_cache(positions: torch.Tensor, query: torch.Tensor, 
     if cos_sin_cache.dtype != torch.float32:
         raise ValueError("cos_sin_cache should be float32")
     q_out, k_out = torch.empty_like(query), torch.empty_like(key)
-    _fir.apply_rope(_heads(query, head_size), _heads(key, head_size), positions, (cos_sin_cache, not is_neox),
-                    _heads(q_out, head_size), _heads(k_out, head_size))
+    _native.apply_rope(_heads(query, head_size), _heads(key, head_size), positions, None, cos_sin_cache, not is_neox, (),
+                       (_heads(q_out, head_size), _heads(k_out, head_size)))
     return q_out, k_out
 
 
@@ -119,9 +111,7 @@ def apply_rope_with_cos_sin_cache_inplace(positions: torch.Tensor, query: torch.
     """As ``apply_rope_with_cos_sin_cache``, in place."""
     if cos_sin_cache.dtype != torch.float32:
         raise ValueError("cos_sin_cache should be float32")
-    _fir.apply_rope_in_place(
-        _heads(query, head_size), _heads(key, head_size), positions, (cos_sin_cache, not is_neox)
-    )
+    _native.apply_rope(_heads(query, head_size), _heads(key, head_size), positions, None, cos_sin_cache, not is_neox)
 
 
 def _quantized(q_rope, k_rope, q_nope, k_nope, quantize_dtype, outs):
@@ -180,7 +170,7 @@ def rope_quantize_fp8_append_paged_kv_cache(
         refuse("paged_kv_cache", f"{len(cache)} tensors", "two")
     outs = _quantized(q_rope, None, q_nope, None, quantize_dtype or cache[0].dtype, (q_rope_out, None, q_nope_out, None))
     indptr = host(kv_indptr)
-    full = torch.full((len(indptr) - 1,), page_size, dtype=torch.int32)
+    full = host_i32([page_size] * (len(indptr) - 1))
     slots = (page_size, indptr, kv_indices, full, batch_indices, positions)
     scale = 1.0 / quant_scale_kv
     _fir.rope_quantize_append(

@@ -12,6 +12,7 @@ from typing import Optional, Union
 import torch
 
 from .. import _fir
+from . import _native
 from ._core import F32, I32, host
 
 __all__ = [
@@ -38,7 +39,7 @@ def get_seed_and_offset(increment: int, generator: Optional[torch.Generator] = N
         generator.set_offset(offset + (increment + 3) // 4 * 4)
         return generator.initial_seed(), offset
     # A CPU generator has no offset to move: one draw from it is the seed.
-    seed = torch.empty((1,), dtype=torch.int64).random_(generator=generator).item()
+    seed = torch.empty((1,), dtype=torch.int64, device="cpu").random_(generator=generator).item()
     return seed, 0
 
 
@@ -62,18 +63,42 @@ def _f32(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == F32 else x.to(F32)
 
 
-def _finite(name: str, x: torch.Tensor, check_nan: bool, valid: torch.Tensor) -> None:
-    if check_nan and not bool(host(valid).all()):
-        raise ValueError(f"Input {name} contains NaN.")
+def _draw_from(kind, x, indices, out, valid, a, b, order, generator, seed, offset) -> None:
+    """Runs a function of the extension; ``a`` and ``b`` are its filters, or None."""
+    rng = _rng(out.shape[0], generator, x.device, seed, offset)
+    draw = (rng, indices, out, valid)
+    if kind == "sample_from_probs":
+        _fir.sample_from_probs(x, draw)
+    elif kind.startswith("top_k_top_p"):
+        _fir.top_k_top_p_sample(x, a, b, order, draw, logits=kind.endswith("logits"))
+    else:
+        getattr(_fir, kind)(x, a, draw)
 
 
-def _draw(op, x, name, indices, generator, check_nan, seed, offset, return_valid, *args, **kwargs):
+def _traced(kind, x, indices, out, valid, a_rows, a, b_rows, b, order, seed, offset) -> None:
+    number = int if kind.startswith("top_k") else float
+    _draw_from(kind, x, indices, out, valid, _native.values(a_rows, number(a)), _native.values(b_rows, b), order, None,
+               seed, offset)
+
+
+_sample = _native.operator(
+    "sample", "str kind, Tensor x, Tensor? indices, Tensor(a!) out, Tensor(b!)? valid, Tensor? a_rows, float a, "
+    "Tensor? b_rows, float b, str order, int? seed, int? offset", _traced)
+
+
+def _draw(kind, x, indices, generator, check_nan, seed, offset, return_valid, a=1.0, b=1.0, order=""):
     rows = x.shape[0] if indices is None else indices.shape[0]
+    x = _f32(x)
     out = torch.empty((rows,), dtype=I32 if indices is None else indices.dtype, device=x.device)
     valid = torch.empty((rows,), dtype=torch.bool, device=x.device) if return_valid or check_nan else None
-    op(x, *args, (_rng(rows, generator, x.device, seed, offset), indices, out, valid), **kwargs)
-    if check_nan:
-        _finite(name, x, check_nan, valid)
+    if _native.is_compiling() and generator is None:
+        a_rows, b_rows = (t if isinstance(t, torch.Tensor) else None for t in (a, b))
+        _sample(kind, x, indices, out, valid, a_rows, 1.0 if a_rows is not None else float(a), b_rows,
+                1.0 if b_rows is not None else float(b), order, seed, offset)
+    else:
+        _draw_from(kind, x, indices, out, valid, _rows(a), _rows(b), order, generator, seed, offset)
+    if check_nan and not bool(host(valid).all()):
+        raise ValueError(f"Input {'logits' if kind.endswith('logits') else 'probs'} contains NaN.")
     return (out, valid) if return_valid else out
 
 
@@ -81,7 +106,7 @@ def softmax(logits: torch.Tensor, temperature: Optional[PerRow] = None,
             enable_pdl: Optional[bool] = None) -> torch.Tensor:
     """Probabilities of ``[batch, classes]`` logits, f32, after a division by ``temperature``."""
     out = torch.empty(logits.shape, dtype=F32, device=logits.device)
-    _fir.softmax(_f32(logits), 1.0 if temperature is None else _rows(temperature), out)
+    _native.softmax(_f32(logits), 1.0 if temperature is None else temperature, out)
     return out
 
 
@@ -90,7 +115,7 @@ def sampling_from_logits(
     generator: Optional[torch.Generator] = None, check_nan: bool = False, seed=None, offset=None,
 ) -> torch.Tensor:
     """A class of each row; ``indices[i]`` names the row that output ``i`` is drawn from."""
-    return _draw(_fir.sample_from_logits, _f32(logits), "logits", indices, generator, check_nan, seed, offset, False, 1.0)
+    return _draw("sample_from_logits", logits, indices, generator, check_nan, seed, offset, False)
 
 
 def sampling_from_probs(
@@ -99,7 +124,7 @@ def sampling_from_probs(
     return_valid: bool = False,
 ):
     """A class of each row of probabilities; ``return_valid`` adds whether the row was a distribution."""
-    return _draw(_fir.sample_from_probs, _f32(probs), "probs", indices, generator, check_nan, seed, offset, return_valid)
+    return _draw("sample_from_probs", probs, indices, generator, check_nan, seed, offset, return_valid)
 
 
 def top_p_sampling_from_probs(
@@ -108,8 +133,7 @@ def top_p_sampling_from_probs(
     return_valid: bool = False,
 ):
     """A class among the fewest that hold a share ``top_p`` of the mass."""
-    return _draw(_fir.top_p_sample, _f32(probs), "probs", indices, generator, check_nan, seed, offset, return_valid,
-                 _rows(top_p))
+    return _draw("top_p_sample", probs, indices, generator, check_nan, seed, offset, return_valid, top_p)
 
 
 def top_k_sampling_from_probs(
@@ -118,8 +142,7 @@ def top_k_sampling_from_probs(
     return_valid: bool = False,
 ):
     """A class among the ``top_k`` likeliest."""
-    return _draw(_fir.top_k_sample, _f32(probs), "probs", indices, generator, check_nan, seed, offset, return_valid,
-                 _rows(top_k))
+    return _draw("top_k_sample", probs, indices, generator, check_nan, seed, offset, return_valid, top_k)
 
 
 def min_p_sampling_from_probs(
@@ -128,8 +151,7 @@ def min_p_sampling_from_probs(
     return_valid: bool = False,
 ):
     """A class among those at least ``min_p`` times as likely as the likeliest."""
-    return _draw(_fir.min_p_sample, _f32(probs), "probs", indices, generator, check_nan, seed, offset, return_valid,
-                 _rows(min_p))
+    return _draw("min_p_sample", probs, indices, generator, check_nan, seed, offset, return_valid, min_p)
 
 
 def top_k_top_p_sampling_from_logits(
@@ -138,8 +160,8 @@ def top_k_top_p_sampling_from_logits(
     check_nan: bool = False, seed=None, offset=None,
 ) -> torch.Tensor:
     """A class that passes both filters: one after the other (``top_k_first``) or both on the same mass (``joint``)."""
-    return _draw(_fir.top_k_top_p_sample, _f32(logits), "logits", indices, generator, check_nan, seed, offset, False,
-                 _rows(top_k), _rows(top_p), filter_apply_order, logits=True)
+    return _draw("top_k_top_p_logits", logits, indices, generator, check_nan, seed, offset, False, top_k, top_p,
+                 filter_apply_order)
 
 
 def top_k_top_p_sampling_from_probs(
@@ -148,28 +170,28 @@ def top_k_top_p_sampling_from_probs(
     check_nan: bool = False, seed=None, offset=None, return_valid: bool = False,
 ):
     """As ``top_k_top_p_sampling_from_logits``, of probabilities."""
-    return _draw(_fir.top_k_top_p_sample, _f32(probs), "probs", indices, generator, check_nan, seed, offset, return_valid,
-                 _rows(top_k), _rows(top_p), filter_apply_order)
+    return _draw("top_k_top_p_probs", probs, indices, generator, check_nan, seed, offset, return_valid, top_k, top_p,
+                 filter_apply_order)
 
 
 def top_p_renorm_probs(probs: torch.Tensor, top_p: PerRow, is_deterministic: bool = False) -> torch.Tensor:
     """What ``top_p`` leaves of the probabilities, made to sum to 1."""
     out = torch.empty(probs.shape, dtype=F32, device=probs.device)
-    _fir.top_p_renorm(_f32(probs), _rows(top_p), out)
+    _native.top_p_renorm(_f32(probs), top_p, out)
     return out
 
 
 def top_k_renorm_probs(probs: torch.Tensor, top_k: PerRow) -> torch.Tensor:
     """What ``top_k`` leaves of the probabilities, made to sum to 1."""
     out = torch.empty(probs.shape, dtype=F32, device=probs.device)
-    _fir.top_k_renorm(_f32(probs), _rows(top_k), out)
+    _native.top_k_renorm(_f32(probs), top_k, out)
     return out
 
 
 def top_k_mask_logits(logits: torch.Tensor, top_k: PerRow) -> torch.Tensor:
     """The logits, with -inf for all but the ``top_k`` largest."""
     out = torch.empty(logits.shape, dtype=F32, device=logits.device)
-    _fir.top_k_mask_logits(_f32(logits), _rows(top_k), out)
+    _native.top_k_mask_logits(_f32(logits), top_k, out)
     return out
 
 

@@ -8,7 +8,7 @@ from typing import Optional
 import torch
 
 from .. import _fir
-from ._core import F32, Attention, check_backend, dtype_of, host, refuse
+from ._core import F32, Attention, check_backend, dtype_of, host, host_i32, refuse
 
 __all__ = ["BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper", "convert_bsr_mask_layout"]
 
@@ -54,7 +54,7 @@ class BlockSparseAttentionWrapper:
         if mask is not None or packed_mask is not None:
             from .quantization import segment_packbits
 
-            offsets = torch.tensor([n * R * C for n in indptr.tolist()], dtype=torch.int32)
+            offsets = host_i32([n * R * C for n in indptr.tolist()])
             if packed_mask is None:
                 bits = segment_packbits(convert_bsr_mask_layout(mask, indptr), offsets, bitorder="little")
             else:

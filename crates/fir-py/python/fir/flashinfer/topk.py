@@ -8,6 +8,7 @@ from typing import Optional
 import torch
 
 from .. import _fir
+from . import _native
 from ._core import I32, refuse
 
 __all__ = [
@@ -40,7 +41,7 @@ def top_k(input: torch.Tensor, k: int, sorted: bool = False, deterministic: bool
     _ties(tie_break)
     values = torch.empty((input.shape[0], k), dtype=input.dtype, device=input.device)
     indices = torch.empty((input.shape[0], k), dtype=torch.int64, device=input.device)
-    _fir.top_k(input, values, indices, sorted=sorted)
+    _native.top_k(input, values, indices, sorted)
     return values, indices
 
 
