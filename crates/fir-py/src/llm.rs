@@ -141,7 +141,7 @@ impl Engine {
         stream: bool,
     ) -> PyResult<()> {
         let (sampling, n, priority) = sampled(sampling)?;
-        let request = Request { prompt, sampling, n, priority, deadline: None, salt: 0 };
+        let request = Request { prompt, sampling, n, priority, ..Request::default() };
         let (handle, tell) = (self.handle()?, self.tell.clone());
         let mut pieces: Vec<Piece> = Vec::new();
         let sink = move |event: Event| {
