@@ -309,7 +309,7 @@ impl BatchPlan {
                 kv_end: kv_len,
                 full_end: kv_len,
             };
-            for at in (0..q_len).step_by(tile as usize) {
+            for at in (0..q_len).step_by(tile.max(1) as usize) {
                 if !mask && !text {
                     if long { &mut self.long } else { &mut self.entries }.push(entry(at));
                     continue;
