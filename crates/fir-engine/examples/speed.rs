@@ -1,7 +1,8 @@
 //! How fast a model's steps are: `cargo run --release -p fir-engine --example speed -- MODEL [CASE...]`.
 //!
 //! `ppN`: a prompt of N tokens in steps of 512; `tgN`: decode at a context of N; `tgNxB`: B sequences at once, tokens of all
-//! of them counted. The best of five runs; or with `-` for the cases, one run of each that a line of stdin names, tokens per
+//! of them counted; `sharedNxB`: B sequences whose first N tokens are the same pages, read once, `apartNxB`: the same, read
+//! B times. The best of five runs; or with `-` for the cases, one run of each that a line of stdin names, tokens per
 //! second by line: `cargo xtask bench-llama` asks it beside another program.
 
 use std::io::{BufRead, Write, stdin, stdout};
@@ -9,13 +10,14 @@ use std::path::Path;
 use std::time::Instant;
 
 use fir::Exec;
-use fir_engine::{Batch, Error, KvCache, KvType, Limits, Model, Result, Runner, Seq};
+use fir_engine::{Batch, Error, KvCache, KvType, Limits, Model, Result, Runner, Seq, Shared};
 
 const PAGE: usize = 16;
 const CHUNK: usize = 512;
 /// Steps of a run of decode.
 const STEPS: usize = 32;
-const CASES: [&str; 8] = ["pp128", "pp512", "pp2048", "tg128", "tg512", "tg128x16", "tg128x32", "tg512x32"];
+const CASES: [&str; 10] =
+    ["pp128", "pp512", "pp2048", "tg128", "tg512", "tg128x16", "tg128x32", "tg512x32", "apart1792x32", "shared1792x32"];
 
 fn main() -> Result<()> {
     let mut args = std::env::args().skip(1);
@@ -62,12 +64,21 @@ impl Speed {
         if let Some(n) = case.strip_prefix("pp") {
             return self.prefill(number(n)?);
         }
+        for (name, together) in [("shared", true), ("apart", false)] {
+            if let Some((common, many)) = case.strip_prefix(name).and_then(|c| c.split_once('x')) {
+                return self.shared(number(common)?, number(many)?.min(64), together);
+            }
+        }
         let (context, many) = case.strip_prefix("tg").ok_or_else(wrong)?.split_once('x').unwrap_or((&case[2..], "1"));
         self.decode(number(context)?, number(many)?.min(64))
     }
 
     fn step(&mut self, tokens: &[u32], seqs: &[Seq<'_>], logits: &[u32]) -> Result<()> {
-        let batch = Batch { tokens, seqs, logits, shared: &[] };
+        self.step_of(tokens, seqs, logits, &[])
+    }
+
+    fn step_of(&mut self, tokens: &[u32], seqs: &[Seq<'_>], logits: &[u32], shared: &[Shared]) -> Result<()> {
+        let batch = Batch { tokens, seqs, logits, shared };
         self.runner.step(&self.exec, &self.model, &mut self.kv, &batch).map(|_| ())
     }
 
@@ -95,6 +106,25 @@ impl Speed {
             let seq = |pages| Seq { new: 1, past: context + at, pages, ..Seq::default() };
             let seqs: Vec<Seq<'_>> = lists.iter().map(|pages| seq(&pages[..])).collect();
             self.step(&tokens, &seqs, &rows)?;
+        }
+        Ok((many * STEPS) as f64 / start.elapsed().as_secs_f64())
+    }
+}
+
+impl Speed {
+    fn shared(&mut self, common: usize, many: usize, together: bool) -> Result<f64> {
+        let (common, own) = (common / PAGE * PAGE, STEPS.div_ceil(PAGE));
+        let first = (common / PAGE) as u32;
+        let list = |s: usize| (0..first).chain(first + (s * own) as u32..first + ((s + 1) * own) as u32);
+        let lists: Vec<Vec<u32>> = (0..many).map(|s| list(s).collect()).collect();
+        let rows: Vec<u32> = (0..many as u32).collect();
+        let tokens = tokens(many);
+        let group = [Shared { first: 0, count: many, len: common }];
+        let start = Instant::now();
+        for at in 0..STEPS {
+            let seq = |pages| Seq { new: 1, past: common + at, pages, ..Seq::default() };
+            let seqs: Vec<Seq<'_>> = lists.iter().map(|pages| seq(&pages[..])).collect();
+            self.step_of(&tokens, &seqs, &rows, if together { &group } else { &[] })?;
         }
         Ok((many * STEPS) as f64 / start.elapsed().as_secs_f64())
     }

@@ -18,6 +18,7 @@ use crate::models::Model;
 use crate::request::{Attention, Event, Request};
 use crate::runner::{KvCache, Limits, Runner};
 use crate::sampler::fresh_seed;
+use crate::sched::stream_room;
 use crate::spec::draft::Drafter;
 use crate::stats::Stats;
 
@@ -25,9 +26,6 @@ use crate::stats::Stats;
 const MAX_N: usize = 128;
 /// Alternatives whose log probabilities can be asked for.
 const MAX_LOGPROBS: usize = 100;
-
-/// Tokens of a context that a streaming request does not keep: a block of its prompt, and the ends of pages.
-const STREAM_ROOM: usize = 128;
 
 /// Names a request that was accepted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -83,6 +81,7 @@ struct State {
 pub(crate) struct Link {
     pub context: usize,
     pub vocab: usize,
+    page_size: usize,
     /// Why the model cannot stream, and why it cannot skip blocks, if so.
     refused: Refused,
     max_queue: usize,
@@ -109,6 +108,7 @@ impl Link {
         Self {
             context,
             vocab,
+            page_size: config.page_size,
             refused,
             max_queue: config.max_queue,
             max_queue_tokens: config.max_queue_tokens,
@@ -379,10 +379,9 @@ impl Handle {
         match (attention, refused) {
             (_, Some(why)) => wrong(why),
             (Attention::Streaming { sinks, window }, _) => {
-                // What is being computed is in the pages too.
-                let most = self.link.context.saturating_sub(STREAM_ROOM);
-                if window == 0 || sinks.saturating_add(window) > most {
-                    let want = format!("a window of 1 token at least, and {most} with the sinks at most");
+                let (room, context) = (stream_room(self.link.page_size, sinks, window), self.link.context);
+                if window == 0 || room > context {
+                    let want = format!("1 token of window at least, and pages for {context} in all, not {room}");
                     return wrong(format!("has {sinks} sinks and a window of {window}, expected {want}"));
                 }
                 Ok(())

@@ -195,9 +195,14 @@ impl Limits {
     /// The most tokens that a sequence holds at once.
     fn most_held(&self, seq: &Seq) -> usize {
         let Attention::Streaming { sinks, window } = seq.attention else { return seq.max_len };
-        let whole = |n: usize| n.next_multiple_of(self.page_size);
-        seq.max_len.min(whole(sinks) + whole(window) + whole(STREAM) + 2 * self.page_size)
+        seq.max_len.min(stream_room(self.page_size, sinks, window))
     }
+}
+
+/// Tokens that a streaming sequence has pages for: what it keeps, a block of its prompt, and the ends of pages.
+pub(crate) fn stream_room(page_size: usize, sinks: usize, window: usize) -> usize {
+    let pages = |n: usize| n.div_ceil(page_size);
+    (pages(sinks).saturating_add(pages(window)).saturating_add(pages(STREAM) + 2)).saturating_mul(page_size)
 }
 
 impl Scheduler {

@@ -301,25 +301,26 @@ impl BatchPlan {
         for (r, (&q_len, &kv_len)) in qo.lens().iter().zip(kv_lens).enumerate() {
             let first = qo.indptr()[r] as u32;
             let (tile, long) = if q_len == 1 { one } else { self.backend.tile(q_len, group) };
-            let mut at = 0;
-            while at < q_len {
-                let mut entry = Entry {
-                    request: r as u32,
-                    q_start: first + at,
-                    q_len: tile.min(q_len - at),
-                    kv_start: 0,
-                    kv_end: kv_len,
-                    full_end: kv_len,
-                };
-                at += entry.q_len;
+            let entry = |at: u32| Entry {
+                request: r as u32,
+                q_start: first + at,
+                q_len: tile.min(q_len - at),
+                kv_start: 0,
+                kv_end: kv_len,
+                full_end: kv_len,
+            };
+            for at in (0..q_len).step_by(tile.max(1) as usize) {
+                if !mask && !text {
+                    if long { &mut self.long } else { &mut self.entries }.push(entry(at));
+                    continue;
+                }
+                let mut entry = entry(at);
                 // One query token sees all but a window or a user's mask, and those the kernel skips tile by tile.
                 if q_len > 1 && mask {
                     entry = self.trimmed(entry);
                 }
                 // The CPU's kernels ask again, when parameters are known; what hooks of text hide is not known at all.
-                if mask || text {
-                    entry.full_end = if on_gpu && !text { self.full_end(entry) } else { entry.kv_start };
-                }
+                entry.full_end = if on_gpu && !text { self.full_end(entry) } else { entry.kv_start };
                 if long { &mut self.long } else { &mut self.entries }.push(entry);
             }
         }
