@@ -7,6 +7,7 @@
 // every thread of the cluster after it. No block may exit while another may still reach into it: whoever reads or writes
 // remotely is followed by one more `cluster_sync` of all.
 #pragma once
+#include <fir/base/cp_async.cuh>
 #include <fir/base/types.cuh>
 
 namespace fir {
@@ -63,10 +64,6 @@ __device__ __forceinline__ void cluster_wait() {
 #else
   __syncthreads();
 #endif
-}
-
-__device__ __forceinline__ u32 shared_address(const void* p) {
-  return u32(__cvta_generic_to_shared(p));
 }
 
 // `p` again, as one that the compiler knows to be in shared memory: for functions that are not inlined.
