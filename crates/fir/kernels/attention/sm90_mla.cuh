@@ -23,7 +23,7 @@
 // they are made 0 once the scores are known. A row that saw them has a score that is not finite, and says so in its sum.
 //
 // reads  q; whole pages of the items' requests
-// writes as decode.cuh; a merge has a counter for each block of a pair
+// writes out, lse of whole units; partial_o, partial_md of parts, which mla_merge reads
 // twins  src/cpu/attention/, src/reference/attention.rs
 #pragma once
 #include <fir/attention/finite.cuh>
@@ -57,11 +57,12 @@ struct MlaConfig {
   /// Column blocks (of 64) of Q's first part that are registers of the score warpgroup; the others are in shared memory.
   static constexpr int kQRegs = 6, kQShared = 9 - kQRegs;
   static constexpr int kHalves = 5, kRopes = 3, kP = 2;
+  static constexpr bool kUnder = false;
   static constexpr int kHalfBytes = 32768, kBlockBytes = 8192;
   static constexpr int kRopeAt = kHalves * kHalfBytes, kQAt = kRopeAt + kRopes * kBlockBytes, kPAt = kQAt + kQShared * kBlockBytes;
   static constexpr int kFactorAt = kPAt + kP * kBlockBytes, kStateAt = kFactorAt + kP * 256, kBarrierAt = kStateAt + 512;
   static constexpr int kBarriers = 2 * (kHalves + kRopes + kP + 1);
-  static constexpr int kSharedBytes = kBarrierAt + 8 * kBarriers + 16;
+  static constexpr int kSharedBytes = kBarrierAt + 8 * kBarriers;
   static_assert(kSharedBytes <= 232448);
 };
 
@@ -133,71 +134,50 @@ struct RowEnd {
   }
 };
 
-/// As last_part and merge_parts of state.cuh, of a block's rows by two warpgroups.
-template <class C, class P>
-__device__ __forceinline__ void mla_merge(const P& p, const UnitList& unit, int rank, int rows, int* flag) {
+/// Merges what was cut, a launch of its own: the last block to bring a part would take 1.5 us for each of them, as much as
+/// for a tile. grid (64 per merge and block of a pair), block 256: two rows, 16 bytes of each for a thread.
+template <class C>
+__global__ void __launch_bounds__(256) mla_merge(const __grid_constant__ MlaParams<typename C::Variant> all) {
   using TO = typename C::Out;
-  const int thread = threadIdx.x & 255, merge_at = unit->merge + unit.head - unit->head_start;
-  const MergeItem merge = p.out.merges[merge_at];
-  __threadfence();
-  named_sync(4, 256);
-  if (thread == 0) {
-    unsigned* counter = p.out.counters + merge_at * C::kCluster + rank;
-    const bool last = atomicAdd(counter, 1u) == unsigned(merge.parts) - 1;
-    if (last) *counter = 0;  // for the next launch
-    *flag = last;
-  }
-  named_sync(4, 256);
-  if (*flag == 0) return;
-  __threadfence();
-  // 16 bytes of 4 places in 4 parts for each thread, 64 KB per SM, as each load takes some 600 ns.
-  constexpr int kPlaces = 4, kAhead = 4, kPerRow = C::kDim / 4;
-  const int places = min(rows - rank * 64, 64) * kPerRow;
-  for (int first = thread; first < places; first += 256 * kPlaces) {
-    float m[kPlaces], d[kPlaces], o[kPlaces][4] = {};
+  constexpr int kPerRow = C::kDim / 4, kAhead = 8, kPairs = 32 * C::kCluster;
+  const auto& p = all.common;
+  const int own = blockIdx.x % kPairs * 2 + threadIdx.x / kPerRow, column = threadIdx.x % kPerRow;
+  wait_for_previous();
+  const MergeItem merge = p.out.merges[blockIdx.x / kPairs];
+  const WorkItem& w = p.items[merge.item];
+  if (own >= w.tokens * p.group) return;
+  float m = neg_inf(), d = 0.0f, o[4] = {};
+  for (int i = 0; i < merge.parts; i += kAhead) {
+    float2 md[kAhead];
+    float4 x[kAhead];
 #pragma unroll
-    for (int u = 0; u < kPlaces; ++u) m[u] = neg_inf(), d[u] = 0.0f;
-    for (int i = 0; i < merge.parts; i += kAhead) {
-      float2 md[kPlaces][kAhead];
-      float4 x[kPlaces][kAhead];
-#pragma unroll
-      for (int u = 0; u < kPlaces; ++u) {
-        const int place = min(first + 256 * u, places - 1);
-#pragma unroll
-        for (int j = 0; j < kAhead; ++j) {
-          const long long at = merge.first + static_cast<long long>(min(i + j, merge.parts - 1)) * merge.stride + rank * 64 + place / kPerRow;
-          md[u][j] = __ldcg(p.out.partial_md + at);
-          x[u][j] = __ldcg(reinterpret_cast<const float4*>(p.out.partial_o + at * C::kDim) + place % kPerRow);
-        }
-      }
-#pragma unroll
-      for (int u = 0; u < kPlaces; ++u) {
-        float top = m[u];
-#pragma unroll
-        for (int j = 0; j < kAhead; ++j) top = fmaxf(top, md[u][j].x);
-        const float a = exp2_diff(m[u], top);
-        m[u] = top, d[u] *= a, o[u][0] *= a, o[u][1] *= a, o[u][2] *= a, o[u][3] *= a;
-#pragma unroll
-        for (int j = 0; j < kAhead; ++j) {
-          const float b = i + j < merge.parts ? exp2_diff(md[u][j].x, top) : 0.0f;
-          d[u] += b * md[u][j].y;
-          o[u][0] += b * x[u][j].x, o[u][1] += b * x[u][j].y, o[u][2] += b * x[u][j].z, o[u][3] += b * x[u][j].w;
-        }
-      }
+    for (int j = 0; j < kAhead; ++j) {
+      const long long at = merge.first + static_cast<long long>(min(i + j, merge.parts - 1)) * merge.stride + own;
+      md[j] = __ldcg(p.out.partial_md + at);
+      x[j] = __ldcg(reinterpret_cast<const float4*>(p.out.partial_o + at * C::kDim) + column);
     }
+    float top = m;
 #pragma unroll
-    for (int u = 0; u < kPlaces; ++u) {
-      const int place = first + 256 * u, own = rank * 64 + place / kPerRow;
-      if (place >= places) break;
-      const long long token = unit->q_start + own / p.group, head = static_cast<long long>(unit.head) * p.group + own % p.group;
-      const RowEnd finish(p.out, p.kv.v_scale, m[u], d[u], token, head, place % kPerRow == 0);
+    for (int j = 0; j < kAhead; ++j) top = fmaxf(top, md[j].x);
+    const float a = exp2_diff(m, top);
+    m = top, d *= a, o[0] *= a, o[1] *= a, o[2] *= a, o[3] *= a;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) o[u][i] = d[u] == 0.0f ? 0.0f : o[u][i] * finish.scale;
-      store4<TO>(p.out.out + token * p.out.out_token + head * p.out.out_head + place % kPerRow * (TO::kBits / 2), o[u]);
+    for (int j = 0; j < kAhead; ++j) {
+      const float b = i + j < merge.parts ? exp2_diff(md[j].x, top) : 0.0f;
+      d += b * md[j].y;
+      o[0] += b * x[j].x, o[1] += b * x[j].y, o[2] += b * x[j].z, o[3] += b * x[j].w;
     }
   }
+  const long long token = w.q_start + own / p.group, head = static_cast<long long>(w.head_start + int(blockIdx.x / kPairs) - w.merge) * p.group + own % p.group;
+  const RowEnd finish(p.out, p.kv.v_scale, m, d, token, head, column == 0);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) o[i] = d == 0.0f ? 0.0f : o[i] * finish.scale;
+  store4<TO>(p.out.out + token * p.out.out_token + head * p.out.out_head + column * (TO::kBits / 2), o);
 }
 
+#ifndef RESCALE
+#define RESCALE __any_sync(~0u, a != 1.0f || b != 1.0f)
+#endif
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1) mla_sm90(const __grid_constant__ MlaParams<typename C::Variant> all) {
   using V = typename C::Variant;
@@ -215,7 +195,6 @@ __global__ void __launch_bounds__(C::kThreads, 1) mla_sm90(const __grid_constant
             state_full = p_empty + 8 * C::kP, state_empty = state_full + 8;
   float* factors = reinterpret_cast<float*>(shared + C::kFactorAt);  // [kP][64]
   float2* state = reinterpret_cast<float2*>(shared + C::kStateAt);   // [64] (m, d)
-  int* flag = reinterpret_cast<int*>(shared + C::kBarrierAt + 8 * C::kBarriers);
   const int role = __shfl_sync(~0u, threadIdx.x >> 7, 0), thread = threadIdx.x & 127, warp = thread >> 5, lane = thread & 31;
   const int rank = kCluster == 1 ? 0 : int(cluster_rank());
   const int row = 16 * warp + (lane >> 2);  // of this thread's accumulators, with row + 8
@@ -229,6 +208,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) mla_sm90(const __grid_constant
     tma_prefetch(&all.ckv), tma_prefetch(&all.kpe);
   }
   cluster_sync(kCluster);
+  start_next();
 
   UnitList unit(p.items, blockIdx.x / kCluster);
   if (role == 0) {  // load
@@ -247,11 +227,6 @@ __global__ void __launch_bounds__(C::kThreads, 1) mla_sm90(const __grid_constant
           long long slot;
           p.kv.place(p.kv.entry(pages, min(start + in_tile, end - 1)), start + in_tile, page, slot);
           const int group = int(slot) >> 3;
-          barrier_wait(rope_empty + 8 * rope.at, rope.round ^ 1);
-          if (lane == 0) barrier_expect(rope_full + 8 * rope.at, C::kBlockBytes);
-          __syncwarp();
-          if (lane < boxes) mla_load<kCluster>(base + C::kRopeAt + rope.at * C::kBlockBytes + in_tile * 128, &all.kpe, rope_full + 8 * rope.at, 0, 0, group, int(page));
-          rope.step();
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
             barrier_wait(half_empty + 8 * half.at, half.round ^ 1);
@@ -260,6 +235,11 @@ __global__ void __launch_bounds__(C::kThreads, 1) mla_sm90(const __grid_constant
             if (lane < boxes) mla_load<kCluster>(base + half.at * C::kHalfBytes + in_tile * 512, &all.ckv, half_full + 8 * half.at, 0, 0, 4 * h, group, int(page));
             half.step();
           }
+          barrier_wait(rope_empty + 8 * rope.at, rope.round ^ 1);
+          if (lane == 0) barrier_expect(rope_full + 8 * rope.at, C::kBlockBytes);
+          __syncwarp();
+          if (lane < boxes) mla_load<kCluster>(base + C::kRopeAt + rope.at * C::kBlockBytes + in_tile * 128, &all.kpe, rope_full + 8 * rope.at, 0, 0, group, int(page));
+          rope.step();
         }
       }
     }
@@ -272,67 +252,77 @@ __global__ void __launch_bounds__(C::kThreads, 1) mla_sm90(const __grid_constant
     const float scale = p.sm_scale * p.kv.k_scale * kLog2e;
     const u64 q_tile = wgmma_tile(base + C::kQAt, 0, 1024);
     for (; unit.any(); unit.next()) {
-      // Q: the first blocks as fragments, the others swizzled. Rows past the last repeat it.
+      // Q by way of shared memory: first the blocks that become fragments, then those that stay. Rows past the last repeat it.
       u32 q[4 * C::kQRegs][4];
       {
         const int rows = unit->tokens * p.group, q_start = unit->q_start;
-        auto q_row = [&](const unsigned char* from, long long token, long long heads, int r) {
-          r = min(rank * 64 + r, rows - 1);
-          return from + (q_start + r / p.group) * token + (static_cast<long long>(unit.head) * p.group + r % p.group) * heads;
+        auto copy = [&](const unsigned char* from, long long token, long long heads, u32 to, int blocks) {
+#pragma unroll 1
+          for (int i = 0; i < 4; ++i) {
+            const int r = i * 16 + (thread >> 3), chunk = thread & 7, own = min(rank * 64 + r, rows - 1);
+            const unsigned char* at = from + (q_start + own / p.group) * token + (static_cast<long long>(unit.head) * p.group + own % p.group) * heads + chunk * 16;
+            for (int block = 0; block < blocks; ++block) cp_async_16(to + block * C::kBlockBytes + r * 128 + ((chunk ^ (r & 7)) << 4), at + block * 128);
+          }
         };
+        const u32 q_at = base + C::kQAt;
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const unsigned char* from = q_row(p.q, p.q_token, p.q_head, row + 8 * h) + 4 * (lane & 3);
+        for (int first = 0; first < C::kQRegs; first += C::kQShared) {
+          constexpr int kMost = C::kQShared;
+          const int count = C::kQRegs - first < kMost ? C::kQRegs - first : kMost;
+          named_sync(1, 128);  // no warp still reads what was there
+          copy(p.q + first * 128, p.q_token, p.q_head, q_at, count);
+          cp_async_commit();
+          cp_async_wait<0>();
+          named_sync(1, 128);
 #pragma unroll
-          for (int i = 0; i < 4 * C::kQRegs; ++i) {
-            q[i][h] = __ldg(reinterpret_cast<const u32*>(from + 32 * i));
-            q[i][2 + h] = __ldg(reinterpret_cast<const u32*>(from + 32 * i + 16));
+          for (int i = 0; i < 4 * kMost; ++i) {
+            if (4 * first + i < 4 * C::kQRegs) {
+              ldmatrix_x4(q[4 * first + i < 4 * C::kQRegs ? 4 * first + i : 0], q_at + i / 4 * C::kBlockBytes + (16 * warp + (lane & 15)) * 128 + (((2 * (i % 4) + (lane >> 4)) ^ (lane & 7)) << 4));
+            }
           }
         }
-        named_sync(1, 128);  // no warp's products still read the previous Q
-#pragma unroll 1
-        for (int i = 0; i < 4; ++i) {
-          const int r = i * 16 + (thread >> 3), chunk = thread & 7;
-          unsigned char* to = shared + C::kQAt + r * 128 + ((chunk ^ (r & 7)) << 4);
-          const uint4* from = reinterpret_cast<const uint4*>(q_row(p.q, p.q_token, p.q_head, r) + C::kQRegs * 128) + chunk;
-#pragma unroll
-          for (int block = 0; block < C::kQShared - 1; ++block) *reinterpret_cast<uint4*>(to + block * C::kBlockBytes) = __ldg(from + 8 * block);
-          *reinterpret_cast<uint4*>(to + (C::kQShared - 1) * C::kBlockBytes) =
-              __ldg(reinterpret_cast<const uint4*>(q_row(all.q_pe, all.q_pe_token, all.q_pe_head, r)) + chunk);
-        }
+        named_sync(1, 128);
+        copy(p.q + C::kQRegs * 128, p.q_token, p.q_head, q_at, C::kQShared - 1);
+        copy(all.q_pe, all.q_pe_token, all.q_pe_head, q_at + (C::kQShared - 1) * C::kBlockBytes, 1);
+        cp_async_commit();
+        cp_async_wait<0>();
         fence_async_proxy();
         named_sync(1, 128);
       }
 
       float m[2] = {neg_inf(), neg_inf()}, d[2] = {0.0f, 0.0f};
       const int end = unit->kv_end, full_end = unit->full_end;
-#pragma unroll 1
-      for (int start = unit->kv_start; start < end; start += C::kTile) {
-        float s[32];
-        barrier_wait(rope_full + 8 * rope.at, rope.round);
-        wgmma_fence();
-        const u64 k_rope = wgmma_tile(base + C::kRopeAt + rope.at * C::kBlockBytes, 0, 1024);
-#pragma unroll
-        for (int k = 0; k < 4; ++k) wgmma<kType, 0, 0>(s, q_tile + (C::kQShared - 1) * (C::kBlockBytes >> 4) + 2 * k, k_rope + 2 * k, k != 0);
+      float s[32], x[32];
+      auto score = [&] {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           barrier_wait(half_full + 8 * half.at, half.round);
           wgmma_fence();
-          const u64 k_half = wgmma_tile(base + half.at * C::kHalfBytes, 0, 4096);
+          const u64 keys = wgmma_tile(base + half.at * C::kHalfBytes, 0, 4096);
 #pragma unroll
           for (int i = 0; i < 16; ++i) {
-            const u64 key = k_half + (i / 4) * 64 + 2 * (i % 4);
+            const u64 key = keys + (i / 4) * 64 + 2 * (i % 4);
             const int block = 4 * h + i / 4;
-            if (block < C::kQRegs) wgmma<kType, 0>(s, q[block < C::kQRegs ? 16 * h + i : 0], key, 1);
-            else wgmma<kType, 0, 0>(s, q_tile + (block - C::kQRegs) * (C::kBlockBytes >> 4) + 2 * (i % 4), key, 1);
+            if (block < C::kQRegs) wgmma<kType, 0>(s, q[block < C::kQRegs ? 16 * h + i : 0], key, h + i != 0);
+            else wgmma<kType, 0, 0>(s, q_tile + (block - C::kQRegs) * (C::kBlockBytes >> 4) + 2 * (i % 4), key, h + i != 0);
           }
           half.step();
         }
+        barrier_wait(rope_full + 8 * rope.at, rope.round);
+        wgmma_fence();
+        const u64 keys = wgmma_tile(base + C::kRopeAt + rope.at * C::kBlockBytes, 0, 1024);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) wgmma<kType, 0, 0>(s, q_tile + (C::kQShared - 1) * (C::kBlockBytes >> 4) + 2 * k, keys + 2 * k, 1);
         wgmma_commit();
+      };
+      auto take = [&] {
         wgmma_wait<0>();
         mla_release<kCluster>(rope_empty + 8 * rope.at);
         rope.step();
-
+#pragma unroll
+        for (int i = 0; i < 32; ++i) x[i] = s[i] * scale;
+      };
+      auto weigh = [&](int start) {
         if (start + C::kTile > full_end) {
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
@@ -342,42 +332,55 @@ __global__ void __launch_bounds__(C::kThreads, 1) mla_sm90(const __grid_constant
               const int kv = start + 8 * (i >> 1) + 2 * (lane & 3) + (i & 1);
               bool seen = kv < end;
               if constexpr (V::kHasMask) seen = seen && c.template mask<V>(p.variant, kv);
-              float& x = s[4 * (i >> 1) + 2 * h + (i & 1)];
-              x = seen ? x : neg_inf();
+              float& y = x[4 * (i >> 1) + 2 * h + (i & 1)];
+              y = seen ? y : neg_inf();
             }
           }
         }
         float factor[2];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          float top = fmaxf(s[2 * h], s[2 * h + 1]);
+          float top = fmaxf(x[2 * h], x[2 * h + 1]);
 #pragma unroll
-          for (int i = 1; i < 8; ++i) top = fmaxf(top, fmaxf(s[4 * i + 2 * h], s[4 * i + 2 * h + 1]));
-          top = quad_max(top) * scale;
+          for (int i = 1; i < 8; ++i) top = fmaxf(top, fmaxf(x[4 * i + 2 * h], x[4 * i + 2 * h + 1]));
+          top = quad_max(top);
           const float next = top > m[h] + 8.0f ? top : m[h];
           factor[h] = next == m[h] ? 1.0f : exp2_fast(m[h] - next);
           m[h] = next;
           d[h] *= factor[h];
-          const float minus = next == neg_inf() ? 0.0f : -next;
+          const float from = next == neg_inf() ? 0.0f : next;
 #pragma unroll
           for (int i = 0; i < 8; ++i) {
-            float &x = s[4 * i + 2 * h], &y = s[4 * i + 2 * h + 1];
-            x = exp2_fast(fmaf(x, scale, minus));
-            y = exp2_fast(fmaf(y, scale, minus));
-            d[h] += x + y;
+            float &y = x[4 * i + 2 * h], &z = x[4 * i + 2 * h + 1];
+            y = exp2_fast(y - from), z = exp2_fast(z - from);
+            d[h] += y + z;
           }
         }
         barrier_wait(p_empty + 8 * out.at, out.round ^ 1);
         const u32 to = base + C::kPAt + out.at * C::kBlockBytes + (16 * warp + (lane & 15)) * 128;
 #pragma unroll
         for (int i = 0; i < 8; i += 2) {
-          stmatrix_x4(to + (((i + (lane >> 4)) ^ (lane & 7)) << 4), pack2<Kv>(s[4 * i], s[4 * i + 1]), pack2<Kv>(s[4 * i + 2], s[4 * i + 3]),
-                      pack2<Kv>(s[4 * i + 4], s[4 * i + 5]), pack2<Kv>(s[4 * i + 6], s[4 * i + 7]));
+          stmatrix_x4(to + (((i + (lane >> 4)) ^ (lane & 7)) << 4), pack2<Kv>(x[4 * i], x[4 * i + 1]), pack2<Kv>(x[4 * i + 2], x[4 * i + 3]),
+                      pack2<Kv>(x[4 * i + 4], x[4 * i + 5]), pack2<Kv>(x[4 * i + 6], x[4 * i + 7]));
         }
         if ((lane & 3) == 0) factors[out.at * 64 + row] = factor[0], factors[out.at * 64 + row + 8] = factor[1];
         fence_async_proxy();
         barrier_arrive(p_full + 8 * out.at);
         out.step();
+      };
+      // The products of a tile run under the softmax of the one before.
+      int start = unit->kv_start;
+      if (start < end) {
+        score();
+        take();
+#pragma unroll 1
+        for (start += C::kTile; start < end; start += C::kTile) {
+          if (C::kUnder) score();
+          weigh(start - C::kTile);
+          if (!C::kUnder) score();
+          take();
+        }
+        weigh(start - C::kTile);
       }
       d[0] = quad_sum(d[0]), d[1] = quad_sum(d[1]);
       barrier_wait(state_empty, round ^ 1);
@@ -401,10 +404,12 @@ __global__ void __launch_bounds__(C::kThreads, 1) mla_sm90(const __grid_constant
       for (int start = unit->kv_start; start < end; start += C::kTile) {
         barrier_wait(p_full + 8 * in.at, in.round);
         const float a = factors[in.at * 64 + row], b = factors[in.at * 64 + row + 8];
+        if (RESCALE) {
 #pragma unroll
-        for (int i = 0; i < 128; i += 4) {
-          float* x = o[i / 64] + i % 64;
-          x[0] *= a, x[1] *= a, x[2] *= b, x[3] *= b;
+          for (int i = 0; i < 128; i += 4) {
+            float* x = o[i / 64] + i % 64;
+            x[0] *= a, x[1] *= a, x[2] *= b, x[3] *= b;
+          }
         }
         if (start + C::kTile > full_end) {
           uint4* values = reinterpret_cast<uint4*>(shared + half.at * C::kHalfBytes);
@@ -473,7 +478,6 @@ __global__ void __launch_bounds__(C::kThreads, 1) mla_sm90(const __grid_constant
           }
         }
       }
-      if (partial >= 0) mla_merge<C>(p, unit, rank, rows, flag);
     }
   }
   // The other block may still send here, or count on this one's barriers.
