@@ -7,7 +7,7 @@
 // block  512 = 4 warpgroups    load: one warp asks for tiles of 64 positions; score: S = Q K^T, softmax, P to shared memory;
 //                              two for the output: O += P V, 256 columns each
 // smem   kHalves x 32 KB of ckv (64 positions x 256 columns), kRopes x 8 KB of kpe, 3 of the 9 column blocks of Q, 2 P
-// needs  sm_90a; head dims 512 and 64, 16-bit operands, pages of a multiple of 8 rows, scale > 0
+// needs  sm_90a; head dims 512 and 64, 16-bit operands and output, pages of a multiple of 8 rows
 //
 //   load    ropes, halves  --full-->  score   --P, factors-->  output  --empty (to both blocks of the pair)-->  load
 //
@@ -16,6 +16,10 @@
 // comes from there too, which is more than there are. So 6 of Q's 9 column blocks stay in registers (768 clocks for the
 // first product), and the 48 KB go to the ring. Both blocks of a pair have the same positions: each asks for half of a tile and has
 // it sent to both, as L2 would have to give 7 TB/s otherwise.
+// On an H200 (128 heads, pages of 64) a tile takes 1.75 us, some 3100 clocks: while the score warpgroup is at its softmax, which
+// is 1100 of them, the tensor cores wait. 64 x 8192: 242 us, 602 TFLOP/s; 225 us if nothing had to be loaded. Tried, and no faster: scores of
+// the next tile ahead of the softmax (a warp is held until its wgmma are taken up, so they run one after the other), half
+// of the second product put off until then (its place in the ring is missed), P in halves, boxes asked of L2 earlier.
 // P is in bf16 (f16) relative to a maximum that moves only when it grew by more than 8 (in powers of 2): the output's
 // 128 registers are seldom multiplied.
 //
@@ -38,12 +42,12 @@ namespace fir {
 template <class Variant>
 struct MlaParams {
   /// ckv as {64, 8, 8, page_size / 8, pages}: columns, rows, blocks of 64 columns, groups of 8 rows, pages; boxes of
-  /// {64, 8, 4, box / 8, 1}. kpe without the third.
+  /// {64, 8, 4, box_rows / 8, 1}. kpe without the third.
   TensorMap ckv, kpe;
   const unsigned char* q_pe;
   long long q_pe_token, q_pe_head;
   /// Rows of a box: divides the page size and 32.
-  int box;
+  int box_rows;
   int pad;
   AttentionParams<Variant> common;
 };
@@ -57,16 +61,15 @@ struct MlaConfig {
   /// Column blocks (of 64) of Q's first part that are registers of the score warpgroup; the others are in shared memory.
   static constexpr int kQRegs = 6, kQShared = 9 - kQRegs;
   static constexpr int kHalves = 5, kRopes = 3, kP = 2;
-  static constexpr bool kUnder = false;
   static constexpr int kHalfBytes = 32768, kBlockBytes = 8192;
   static constexpr int kRopeAt = kHalves * kHalfBytes, kQAt = kRopeAt + kRopes * kBlockBytes, kPAt = kQAt + kQShared * kBlockBytes;
   static constexpr int kFactorAt = kPAt + kP * kBlockBytes, kStateAt = kFactorAt + kP * 256, kBarrierAt = kStateAt + 512;
   static constexpr int kBarriers = 2 * (kHalves + kRopes + kP + 1);
   static constexpr int kSharedBytes = kBarrierAt + 8 * kBarriers;
-  static_assert(kSharedBytes <= 232448);
+  static_assert(kSharedBytes == 230576, "src/cuda/attention/mla.rs");
 };
 
-/// A box to this block, or to all blocks of `mask` at the same place.
+/// A box to this block, or to all blocks of the cluster at the same place.
 template <int kCluster>
 __device__ __forceinline__ void mla_load(u32 to, const TensorMap* map, u32 barrier, int c0, int c1, int c2, int c3, int c4) {
   if constexpr (kCluster == 1) {
@@ -175,9 +178,6 @@ __global__ void __launch_bounds__(256) mla_merge(const __grid_constant__ MlaPara
   store4<TO>(p.out.out + token * p.out.out_token + head * p.out.out_head + column * (TO::kBits / 2), o);
 }
 
-#ifndef RESCALE
-#define RESCALE __any_sync(~0u, a != 1.0f || b != 1.0f)
-#endif
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1) mla_sm90(const __grid_constant__ MlaParams<typename C::Variant> all) {
   using V = typename C::Variant;
@@ -218,7 +218,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) mla_sm90(const __grid_constant
       RingPlace<C::kRopes> rope;
       // This block's rows of every tile, in boxes of one lane each.
       constexpr int kOwn = C::kTile / kCluster;
-      const int box = all.box, boxes = kOwn / box, in_tile = rank * kOwn + lane * box;
+      const int box = all.box_rows, boxes = kOwn / box, in_tile = rank * kOwn + lane * box;
       for (; unit.any(); unit.next()) {
         const int pages = p.kv.start(unit->pages), end = unit->kv_end;
         for (int start = unit->kv_start; start < end; start += C::kTile) {
@@ -368,16 +368,14 @@ __global__ void __launch_bounds__(C::kThreads, 1) mla_sm90(const __grid_constant
         barrier_arrive(p_full + 8 * out.at);
         out.step();
       };
-      // The products of a tile run under the softmax of the one before.
       int start = unit->kv_start;
       if (start < end) {
         score();
         take();
 #pragma unroll 1
         for (start += C::kTile; start < end; start += C::kTile) {
-          if (C::kUnder) score();
           weigh(start - C::kTile);
-          if (!C::kUnder) score();
+          score();
           take();
         }
         weigh(start - C::kTile);
@@ -404,7 +402,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) mla_sm90(const __grid_constant
       for (int start = unit->kv_start; start < end; start += C::kTile) {
         barrier_wait(p_full + 8 * in.at, in.round);
         const float a = factors[in.at * 64 + row], b = factors[in.at * 64 + row + 8];
-        if (RESCALE) {
+        if (__any_sync(~0u, a != 1.0f || b != 1.0f)) {
 #pragma unroll
           for (int i = 0; i < 128; i += 4) {
             float* x = o[i / 64] + i % 64;

@@ -12,6 +12,7 @@ mod api;
 mod graph;
 mod launch;
 mod memory;
+mod tensor_map;
 
 use std::ffi::{CStr, c_char};
 use std::ptr;
@@ -22,6 +23,7 @@ use self::api::{Api, Handle, api, call};
 pub use self::graph::Graph;
 pub(crate) use self::launch::{Function, Grid};
 pub(crate) use self::memory::{Buffer, Pinned};
+pub(crate) use self::tensor_map::TensorMap;
 use super::arch::Arch;
 use crate::error::{Error, Result};
 

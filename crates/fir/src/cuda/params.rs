@@ -66,7 +66,7 @@ macro_rules! arrays {
         }
     )*};
 }
-arrays! { u32, 2; u32, 5; u64, 2; u64, 10 }
+arrays! { u32, 2; u32, 5; u64, 2; u64, 10; u64, 16 }
 
 impl<P: Params> Scalar for P {
     const KIND: Kind = Kind::Fields(P::FIELDS);

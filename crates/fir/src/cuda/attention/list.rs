@@ -1,5 +1,7 @@
 //! [`List`]: the work list, as `state.cuh` reads it, in memory that stays where it is from batch to batch.
 
+use std::mem::offset_of;
+
 use bytemuck::{Pod, Zeroable};
 
 use super::super::call::Call;
@@ -40,7 +42,7 @@ struct MergeItem {
     first: i32,
     stride: i32,
     parts: i32,
-    pad: i32,
+    item: i32,
 }
 
 /// Entries that there is room for.
@@ -161,7 +163,7 @@ impl List {
             start = start.wrapping_add(len as i32);
         }
         for (to, m) in head[at_merges..at_tokens].chunks_exact_mut(16).zip(schedule.merges()) {
-            let item = MergeItem { first: m.first as i32, stride: m.stride as i32, parts: m.parts as i32, pad: 0 };
+            let item = MergeItem { first: m.first as i32, stride: m.stride as i32, parts: m.parts as i32, item: 0 };
             to.copy_from_slice(bytemuck::bytes_of(&item));
         }
         if kv_base.is_some() {
@@ -171,6 +173,12 @@ impl List {
             let token = tokens[item.q_start as usize];
             let key = (item.q_start, item.head_start);
             let merge = schedule.merges().binary_search_by_key(&key, |m| (m.q_start, m.head)).unwrap_or(0);
+            if item.partial != Item::WHOLE {
+                for i in merge..merge + (item.head_end - item.head_start) as usize {
+                    let to = &mut head[at_merges + i * size_of::<MergeItem>()..][..size_of::<MergeItem>()];
+                    to[offset_of!(MergeItem, item)..][..4].copy_from_slice(&(at as i32).to_ne_bytes());
+                }
+            }
             let item = WorkItem {
                 request: token.batch,
                 q_start: item.q_start as i32,

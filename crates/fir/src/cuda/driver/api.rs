@@ -85,6 +85,9 @@ library! {
         cuStreamEndCapture(Handle, *mut Handle);
         cuStreamSynchronize(Handle);
         cuStreamWaitEvent(Handle, Handle, u32);
+        cuTensorMapEncodeTiled(
+            *mut c_void, u32, u32, *mut c_void, *const u64, *const u64, *const u32, *const u32, u32, u32, u32, u32
+        );
     }
 }
 
