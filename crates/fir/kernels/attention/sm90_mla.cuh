@@ -12,16 +12,17 @@
 //   load    ropes, halves  --full-->  score   --P, factors-->  output  --empty (to both blocks of the pair)-->  load
 //
 // A tile is in shared memory once and serves both products: as keys k-major, as values mn-major. An SM's tensor cores take
-// 2176 clocks for a tile; its shared memory 576 to write it, 640 for the second product and 1152 for the first when Q
-// comes from there too, which is more than there are. So 6 of Q's 9 column blocks stay in registers (768 clocks for the
-// first product), and the 48 KB go to the ring. Both blocks of a pair have the same positions: each asks for half of a tile and has
-// it sent to both, as L2 would have to give 7 TB/s otherwise.
-// On an H200 (128 heads, pages of 64) a tile takes 1.75 us, some 3100 clocks: while the score warpgroup is at its softmax, which
-// is 1100 of them, the tensor cores wait. 64 x 8192: 242 us, 602 TFLOP/s; 225 us if nothing had to be loaded. Tried, and no faster: scores of
-// the next tile ahead of the softmax (a warp is held until its wgmma are taken up, so they run one after the other), half
-// of the second product put off until then (its place in the ring is missed), P in halves, boxes asked of L2 earlier.
-// P is in bf16 (f16) relative to a maximum that moves only when it grew by more than 8 (in powers of 2): the output's
-// 128 registers are seldom multiplied.
+// 2176 clocks for a tile; its shared memory 576 to write it, 768 for the second product, and 1152 for the first if all of Q
+// came from there, which together is more. So 6 of Q's 9 column blocks stay in registers (768 for the first product), and
+// their 48 KB go to the ring. Both blocks of a pair have the same positions: each asks for half of a tile and has it sent
+// to both, or L2 would have to give 7 TB/s at full rate.
+// P is relative to a maximum that moves only when it grew by more than 8 (in powers of 2), so the 128 registers of output
+// are seldom multiplied.
+//
+// On an H200 (128 heads, pages of 64) a tile takes 1.75 us, some 3100 clocks: 64 x 8192 242 us, 602 TFLOP/s; 225 us with
+// nothing to load. For some 1100 of the clocks the score warpgroup is at its softmax and the tensor cores wait. Tried, and no
+// faster: scores of the next tile before the softmax (a warp is held until its wgmma are taken up, so one runs after the
+// other); half of the second product put off until then (its place in the ring is missed); P in halves; asking L2 early.
 //
 // Values that are not finite: in tiles where a position is shown to one row and hidden from another (or is past the end),
 // they are made 0 once the scores are known. A row that saw them has a score that is not finite, and says so in its sum.
@@ -75,7 +76,8 @@ __device__ __forceinline__ void mla_load(u32 to, const TensorMap* map, u32 barri
   if constexpr (kCluster == 1) {
     tma_load(to, map, barrier, c0, c1, c2, c3, c4);
   } else {
-    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(to),
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+                 "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(to),
                  "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "h"(static_cast<unsigned short>((1 << kCluster) - 1))
                  : "memory");
   }
@@ -85,7 +87,8 @@ __device__ __forceinline__ void mla_load(u32 to, const TensorMap* map, u32 barri
   if constexpr (kCluster == 1) {
     tma_load(to, map, barrier, c0, c1, c2, c3);
   } else {
-    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(to),
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+                 "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(to),
                  "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(static_cast<unsigned short>((1 << kCluster) - 1))
                  : "memory");
   }
@@ -98,8 +101,10 @@ __device__ __forceinline__ void mla_release(u32 barrier) {
   if constexpr (kCluster == 1) {
     if (lane == 0) barrier_arrive(barrier);
   } else if (lane < kCluster) {
-    // Without .release: what was only read needs no fence, and ptxas makes one of 200 clocks for it.
-    asm volatile("{\n.reg .b32 r;\nmapa.shared::cluster.u32 r, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [r];\n}" ::"r"(barrier), "r"(lane) : "memory");
+    // Without .release: nothing was written, and ptxas would make a fence of all memory of it.
+    asm volatile("{\n.reg .b32 r;\nmapa.shared::cluster.u32 r, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [r];\n}" ::"r"(barrier),
+                 "r"(lane)
+                 : "memory");
   }
 }
 
@@ -138,7 +143,7 @@ struct RowEnd {
 };
 
 /// Merges what was cut, a launch of its own: the last block to bring a part would take 1.5 us for each of them, as much as
-/// for a tile. grid (64 per merge and block of a pair), block 256: two rows, 16 bytes of each for a thread.
+/// for a tile. grid (merges x 32 kCluster), block 256: two rows, 16 bytes of one for a thread.
 template <class C>
 __global__ void __launch_bounds__(256) mla_merge(const __grid_constant__ MlaParams<typename C::Variant> all) {
   using TO = typename C::Out;
@@ -171,7 +176,8 @@ __global__ void __launch_bounds__(256) mla_merge(const __grid_constant__ MlaPara
       o[0] += b * x[j].x, o[1] += b * x[j].y, o[2] += b * x[j].z, o[3] += b * x[j].w;
     }
   }
-  const long long token = w.q_start + own / p.group, head = static_cast<long long>(w.head_start + int(blockIdx.x / kPairs) - w.merge) * p.group + own % p.group;
+  const long long token = w.q_start + own / p.group;
+  const long long head = static_cast<long long>(w.head_start + int(blockIdx.x / kPairs) - w.merge) * p.group + own % p.group;
   const RowEnd finish(p.out, p.kv.v_scale, m, d, token, head, column == 0);
 #pragma unroll
   for (int i = 0; i < 4; ++i) o[i] = d == 0.0f ? 0.0f : o[i] * finish.scale;
@@ -232,13 +238,18 @@ __global__ void __launch_bounds__(C::kThreads, 1) mla_sm90(const __grid_constant
             barrier_wait(half_empty + 8 * half.at, half.round ^ 1);
             if (lane == 0) barrier_expect(half_full + 8 * half.at, C::kHalfBytes);
             __syncwarp();
-            if (lane < boxes) mla_load<kCluster>(base + half.at * C::kHalfBytes + in_tile * 512, &all.ckv, half_full + 8 * half.at, 0, 0, 4 * h, group, int(page));
+            if (lane < boxes) {
+              mla_load<kCluster>(base + half.at * C::kHalfBytes + in_tile * 512, &all.ckv, half_full + 8 * half.at, 0, 0, 4 * h, group, int(page));
+            }
             half.step();
           }
           barrier_wait(rope_empty + 8 * rope.at, rope.round ^ 1);
           if (lane == 0) barrier_expect(rope_full + 8 * rope.at, C::kBlockBytes);
           __syncwarp();
-          if (lane < boxes) mla_load<kCluster>(base + C::kRopeAt + rope.at * C::kBlockBytes + in_tile * 128, &all.kpe, rope_full + 8 * rope.at, 0, 0, group, int(page));
+          if (lane < boxes) {
+            mla_load<kCluster>(base + C::kRopeAt + rope.at * C::kBlockBytes + in_tile * 128, &all.kpe, rope_full + 8 * rope.at, 0, 0, group,
+                               int(page));
+          }
           rope.step();
         }
       }
@@ -260,8 +271,11 @@ __global__ void __launch_bounds__(C::kThreads, 1) mla_sm90(const __grid_constant
 #pragma unroll 1
           for (int i = 0; i < 4; ++i) {
             const int r = i * 16 + (thread >> 3), chunk = thread & 7, own = min(rank * 64 + r, rows - 1);
-            const unsigned char* at = from + (q_start + own / p.group) * token + (static_cast<long long>(unit.head) * p.group + own % p.group) * heads + chunk * 16;
-            for (int block = 0; block < blocks; ++block) cp_async_16(to + block * C::kBlockBytes + r * 128 + ((chunk ^ (r & 7)) << 4), at + block * 128);
+            const unsigned char* at = from + (q_start + own / p.group) * token +
+                                      (static_cast<long long>(unit.head) * p.group + own % p.group) * heads + chunk * 16;
+            for (int block = 0; block < blocks; ++block) {
+              cp_async_16(to + block * C::kBlockBytes + r * 128 + ((chunk ^ (r & 7)) << 4), at + block * 128);
+            }
           }
         };
         const u32 q_at = base + C::kQAt;
@@ -277,7 +291,8 @@ __global__ void __launch_bounds__(C::kThreads, 1) mla_sm90(const __grid_constant
 #pragma unroll
           for (int i = 0; i < 4 * kMost; ++i) {
             if (4 * first + i < 4 * C::kQRegs) {
-              ldmatrix_x4(q[4 * first + i < 4 * C::kQRegs ? 4 * first + i : 0], q_at + i / 4 * C::kBlockBytes + (16 * warp + (lane & 15)) * 128 + (((2 * (i % 4) + (lane >> 4)) ^ (lane & 7)) << 4));
+              ldmatrix_x4(q[4 * first + i < 4 * C::kQRegs ? 4 * first + i : 0],
+                          q_at + i / 4 * C::kBlockBytes + (16 * warp + (lane & 15)) * 128 + (((2 * (i % 4) + (lane >> 4)) ^ (lane & 7)) << 4));
             }
           }
         }

@@ -144,3 +144,39 @@ impl Tensors {
 fn encode(gpu: &Gpu, map: TensorMap<'_>) -> Result<[u64; 16]> {
     if gpu.stream().is_some() { map.encode() } else { Ok(map.describe()) }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::variant::standard;
+
+    #[test]
+    fn heads_are_cut_into_equal_row_tiles() {
+        let spec = |group, kv| Spec {
+            op: "test",
+            q: DType::BF16,
+            kv,
+            out: DType::BF16,
+            dim_qk: 512,
+            dim_vo: 512,
+            dim_pe: Some(64),
+            group,
+            states: false,
+            variant: standard(),
+        };
+        let (one, two) = (Form::Mla(1), Form::Mla(2));
+        let of = |group| forms(Arch::HOPPER, 232_448, &spec(group, DType::BF16)).unwrap();
+        assert_eq!(of(16), (vec![one, two], 16));
+        assert_eq!(of(64), (vec![one, two], 64));
+        assert_eq!(of(128), (vec![two], 128));
+        assert_eq!(of(160), (vec![two], 80));
+        assert_eq!(of(256), (vec![two], 128));
+        assert_eq!(of(131), (vec![two], 1));
+        let none = [
+            forms(Arch::HOPPER, 232_448, &spec(128, DType::E4M3)),
+            forms(Arch::HOPPER, 99_000, &spec(128, DType::BF16)),
+            forms(Arch::of(10, 0), 232_448, &spec(128, DType::BF16)),
+        ];
+        assert!(none.iter().all(Option::is_none));
+    }
+}

@@ -4,4 +4,5 @@ mod batch;
 mod case;
 mod errors;
 mod graph;
+mod latent;
 mod plans;
