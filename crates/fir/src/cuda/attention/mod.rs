@@ -515,7 +515,10 @@ impl Plan {
             let kv = KvPool { indptr, ..common.kv };
             bytes.extend_from_slice(bytemuck::bytes_of(&AttentionParams { items: list.items(), out, kv, ..common }));
             bytes.extend_from_slice(&tail);
-            bytes.resize(kernel.source.params.size, 0);
+            if matches!(instance.form, Form::Mla(_)) {
+                // Aligned to what its maps are.
+                bytes.resize(kernel.source.params.size, 0);
+            }
             let cluster = instance.form.cluster();
             let blocks = lane.workers as u32 * cluster;
             let grid = Grid { smem: instance.smem, cluster, ..Grid::new(blocks, instance.threads) };
