@@ -45,7 +45,9 @@ struct WorkItem {
 
 /// Partial results of one head of a query tile: part i is at row first + i * stride.
 struct MergeItem {
-  int first, stride, parts, pad;
+  int first, stride, parts;
+  /// One of the items whose part it is.
+  int item;
 };
 
 /// Where a query token stands in its whole request, for cascades, whose tiles mix requests.

@@ -12,6 +12,7 @@ pub(crate) const FILES: &[(&str, &str)] = &[
     ("attention/params.cuh", include_str!("../../kernels/attention/params.cuh")),
     ("attention/plain.cuh", include_str!("../../kernels/attention/plain.cuh")),
     ("attention/prefill.cuh", include_str!("../../kernels/attention/prefill.cuh")),
+    ("attention/sm90_mla.cuh", include_str!("../../kernels/attention/sm90_mla.cuh")),
     ("attention/softmax.cuh", include_str!("../../kernels/attention/softmax.cuh")),
     ("attention/state.cuh", include_str!("../../kernels/attention/state.cuh")),
     ("attention/text.cuh", include_str!("../../kernels/attention/text.cuh")),

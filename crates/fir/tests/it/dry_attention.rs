@@ -125,22 +125,41 @@ fn a_cascade_is_a_launch_per_level_and_one_to_merge() {
     insta::assert_snapshot!(text);
 }
 
-#[test]
-fn latent_attention_is_one_launch() {
-    let (table, qo) = (table(), Ragged::ones(4).unwrap());
+/// A latent decode of 128 heads in bf16 with pages of so many rows, as launches.
+fn latent(page: usize, kpe_scale: f32) -> String {
+    let (lens, mut indptr) = ([700i32, 5, 0, 300], vec![0i32]);
+    indptr.extend(lens.iter().scan(0, |end, &len| {
+        *end += (len as usize).div_ceil(page) as i32;
+        Some(*end)
+    }));
+    let pages = indptr[4] as usize;
+    let table = PageTable::with_lens(page, pages, indptr, (0..pages as i32).rev().collect::<Vec<_>>(), &lens).unwrap();
+    let qo = Ragged::ones(4).unwrap();
     let (heads, d) = (128, DType::BF16);
-    let (ckv, kpe) = (zeros(d, &[64, 16, 512]), zeros(d, &[64, 16, 64]));
+    let (ckv, kpe) = (zeros(d, &[pages, page, 512]), zeros(d, &[pages, page, 64]));
     let (q_nope, q_pe, mut out) = (zeros(d, &[4, heads, 512]), zeros(d, &[4, heads, 64]), zeros(d, &[4, heads, 512]));
-    let text = launches(|exec| {
+    launches(|exec| {
         let (q_dtype, kv_dtype, out_dtype) = (d, d, d);
         let problem =
             MlaProblem { heads, head_dim_ckv: 512, head_dim_kpe: 64, q_dtype, kv_dtype, out_dtype, causal: true };
         let plan = MlaPlan::new(exec, problem, &qo, table.lens(), Split::Balanced)?;
-        let (kv, scratch) = (PagedMla::new(ckv.view(), kpe.view())?, &mut plan.scratch());
-        let (q_nope, q_pe, out, table) = (q_nope.view(), q_pe.view(), out.view_mut(), &table);
-        plan.run(exec, MlaArgs { q_nope, q_pe, kv, table, sm_scale: 0.1, scratch, out, lse: None })
-    });
-    insta::assert_snapshot!(text);
+        let kv = PagedMla::new(ckv.view(), kpe.view())?.with_scales(1.0, kpe_scale)?;
+        let (scratch, q_nope, q_pe, out) = (&mut plan.scratch(), q_nope.view(), q_pe.view(), out.view_mut());
+        plan.run(exec, MlaArgs { q_nope, q_pe, kv, table: &table, sm_scale: 0.1, scratch, out, lse: None })
+    })
+}
+
+#[test]
+fn latent_attention_is_a_launch_and_a_merge() {
+    insta::assert_snapshot!(latent(16, 1.0));
+}
+
+#[test]
+fn latent_attention_in_odd_pages_goes_through_the_plain_kernel() {
+    for (page, scale) in [(15, 1.0), (17, 1.0), (16, 2.0)] {
+        let text = latent(page, scale);
+        assert!(text.starts_with("MlaPlan::run: fir::plain<") && text.matches("MlaPlan::run").count() == 1, "{text}");
+    }
 }
 
 #[test]

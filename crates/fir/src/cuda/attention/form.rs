@@ -3,7 +3,7 @@
 use super::super::jit::Source;
 use super::super::params::{Address, Twin, params};
 use super::hooks::Hooks;
-use super::{ROWS, Spec};
+use super::{ROWS, Spec, mla};
 use crate::tensor::DType;
 
 /// A kernel that runs a work list.
@@ -15,6 +15,8 @@ pub(super) enum Form {
     Prefill,
     /// `plain.cuh`: everything, in f32.
     Plain,
+    /// `sm90_mla.cuh`: latent attention, 64 rows for each block of a cluster of so many.
+    Mla(u32),
 }
 
 /// An instantiation, and how it is launched.
@@ -179,9 +181,14 @@ const PREFILL: [(usize, [[usize; 4]; 2]); 3] = [
 ];
 
 impl Form {
+    /// Blocks that work as one.
+    pub(super) fn cluster(self) -> u32 {
+        if let Self::Mla(cluster) = self { cluster } else { 1 }
+    }
+
     /// Why it does not take `spec`, if it does not.
     pub(super) fn refuses(self, s: &Spec) -> Option<String> {
-        if self == Self::Plain {
+        if matches!(self, Self::Plain | Self::Mla(_)) {
             return None;
         }
         let Some(multiply) = multiplied(s.kv) else { return Some(format!("{} keys and values", s.kv)) };
@@ -279,6 +286,7 @@ impl Form {
                 let source = Source { file: "attention/prefill.cuh", name, prelude, params };
                 Instance { form: self, source, threads: 32 * warps as u32, smem, blocks, rows: 16 * m * warps }
             }
+            Self::Mla(cluster) => mla::instance(spec, hooks, cluster),
             Self::Plain => {
                 let dim = (spec.dim_qk + spec.dim_pe.unwrap_or(0)).max(spec.dim_vo);
                 let most = dim.next_power_of_two().max(128);

@@ -40,7 +40,7 @@ struct MergeItem {
     first: i32,
     stride: i32,
     parts: i32,
-    pad: i32,
+    item: i32,
 }
 
 /// Entries that there is room for.
@@ -167,15 +167,16 @@ impl List {
             // Ragged KV has fewer than 2^31 rows; for pages it is not used.
             start = start.wrapping_add(len as i32);
         }
-        let slots: &mut [MergeItem] = bytemuck::cast_slice_mut(&mut words[at_merges / 4..]);
-        for (to, m) in slots.iter_mut().zip(schedule.merges()) {
-            (to.first, to.stride, to.parts) = (m.first as i32, m.stride as i32, m.parts as i32);
-        }
         if kv_base.is_some() {
             words[at_tokens / 4..][..tokens.len() * 4].copy_from_slice(bytemuck::cast_slice(tokens));
         }
+        let slots: &mut [MergeItem] = bytemuck::cast_slice_mut(&mut words[at_merges / 4..at_tokens / 4]);
+        for (to, m) in slots.iter_mut().zip(schedule.merges()) {
+            (to.first, to.stride, to.parts) = (m.first as i32, m.stride as i32, m.parts as i32);
+        }
         let (all, mut near) = (schedule.merges(), 0);
-        let mut line = |to: &mut WorkItem, item: &Item, next: Option<usize>| {
+        let mut line = |list: &mut [WorkItem], at: usize, item: &Item, next: Option<usize>| {
+            let to = &mut list[at];
             let token = tokens[item.q_start as usize];
             let (mut partial, mut merge) = (-1, 0);
             if item.partial != Item::WHOLE {
@@ -187,6 +188,8 @@ impl List {
                     .find(here)
                     .unwrap_or_else(|| all.binary_search_by_key(&key, |m| (m.q_start, m.head)).unwrap_or(0));
                 (partial, merge) = (item.partial as i32, near as i32);
+                let heads = (item.head_end - item.head_start) as usize;
+                slots.iter_mut().skip(near).take(heads).for_each(|slot| slot.item = at as i32);
             }
             to.request = token.batch;
             to.q_start = item.q_start as i32;
@@ -218,7 +221,7 @@ impl List {
                     let mut at = first;
                     for (i, item) in own.iter().enumerate() {
                         let next = (i + 1 < own.len()).then_some(rest);
-                        line(&mut list[at], item, next);
+                        line(list, at, item, next);
                         at = rest;
                         rest += usize::from(next.is_some());
                     }
@@ -226,7 +229,7 @@ impl List {
             }
             Order::Queue(workers) => {
                 for (i, item) in schedule.items().iter().enumerate() {
-                    line(&mut list[i], item, Some(i + workers).filter(|&next| next < count));
+                    line(list, i, item, Some(i + workers).filter(|&next| next < count));
                 }
                 list[count..].iter_mut().for_each(|to| (to.tokens, to.next) = (0, -1));
             }

@@ -5,6 +5,7 @@
 //! | this | [`Spec`], the table of kernels, [`Plan`] |
 //! | [`form`] | the kernels' instantiations and parameters |
 //! | [`hooks`] | a variant as the kernels take it |
+//! | [`mla`] | latent attention on Hopper |
 //! | [`list`] | the work list in the device's memory |
 //! | [`levels`] | the end of a cascade |
 //! | [`merge`] | merges of states that a user has |
@@ -14,6 +15,7 @@ mod hooks;
 pub(crate) mod levels;
 mod list;
 pub(crate) mod merge;
+mod mla;
 
 use std::sync::Arc;
 
@@ -141,7 +143,7 @@ pub(super) fn kernels() -> Vec<Source> {
             specs.push(Spec { states: true, ..spec(d, d, d, [128, 128], variant.clone()) });
         }
     }
-    let mut all: Vec<Source> = Vec::new();
+    let mut all: Vec<Source> = mla::kernels(&specs);
     for spec in specs {
         let hooks = Hooks::new(&spec.variant);
         // Pages that are no multiple of a run: of the commonest problem alone.
@@ -185,11 +187,15 @@ struct Lane {
     schedule: Schedule,
     /// None before a batch needs it.
     loaded: Option<(Arc<Kernel>, List)>,
+    /// The kernel that merges what was cut, where the lane's own does not.
+    merge: Option<Arc<Kernel>>,
 }
 
 impl Lane {
     fn cut(&self, kv_heads: usize, group: usize, split: Split) -> Cut {
-        Cut { workers: self.workers, kv_heads: kv_heads as u32, group: group as u32, split, in_step: true }
+        // Workers of latent attention are alone: no heads lie beside each other there.
+        let in_step = !matches!(self.instance.form, Form::Mla(_));
+        Cut { workers: self.workers, kv_heads: kv_heads as u32, group: group as u32, split, in_step }
     }
 }
 
@@ -251,8 +257,8 @@ impl Plan {
     /// Chooses kernels; lists will have room for so many query tiles of so many KV heads. `decodes`: of one token each.
     pub(crate) fn new(
         gpu: &Gpu,
-        spec: Spec,
-        [tiles, kv_heads]: [usize; 2],
+        mut spec: Spec,
+        [tiles, mut kv_heads]: [usize; 2],
         split: Split,
         decodes: bool,
     ) -> Result<Self> {
@@ -261,15 +267,23 @@ impl Plan {
             return Err(Error::Unsupported { op: spec.op, why: vec!["a cascade with hooks of CUDA C++ text".into()] });
         }
         let hooks = Hooks::new(&spec.variant);
-        let mut forms = vec![choose(&spec, false)?, choose(&spec, true)?];
+        let properties = gpu.properties();
+        let mut forms = match mla::forms(properties.arch, properties.shared_per_block, &spec) {
+            Some((forms, group)) => {
+                // All query heads have the same keys: any part of them is what a KV head's are elsewhere.
+                (kv_heads, spec.group) = (kv_heads * spec.group / group, group);
+                forms
+            }
+            None => vec![choose(&spec, false)?, choose(&spec, true)?],
+        };
         forms.dedup();
         if decodes {
             forms.truncate(1);
         }
         let lane = |form: Form| {
-            let instance = form.instance(&spec, &hooks, gpu.properties().shared_per_block, true);
-            let workers = (gpu.properties().multiprocessors * instance.blocks) as usize;
-            let mut lane = Lane { instance, workers, team: 1, schedule: Schedule::default(), loaded: None };
+            let instance = form.instance(&spec, &hooks, properties.shared_per_block, true);
+            let workers = (properties.multiprocessors * instance.blocks / form.cluster()).max(1) as usize;
+            let mut lane = Lane { instance, workers, team: 1, schedule: Schedule::default(), loaded: None, merge: None };
             if form != Form::Prefill {
                 lane.team = lane.cut(kv_heads, spec.group, split).team();
             }
@@ -310,12 +324,19 @@ impl Plan {
             debug_assert!(kernel.source == lane.instance.source);
             let (filled, order) = match lane.instance.form {
                 Form::Prefill => (lane.schedule.fill_queue(cut, entries), Order::Queue(lane.workers)),
-                Form::Decode | Form::Plain => (lane.schedule.fill(cut, entries), Order::Lists(lane.workers)),
+                Form::Decode | Form::Plain | Form::Mla(_) => {
+                    (lane.schedule.fill(cut, entries), Order::Lists(lane.workers))
+                }
             };
             filled.ok_or_else(|| {
                 Error::value(self.spec.op, "split", format!("{:?}", self.split), "at most 2^24 partial rows")
             })?;
             list.fill(&lane.schedule, batch, order)?;
+            if let (Form::Mla(cluster), None, false) =
+                (lane.instance.form, &lane.merge, lane.schedule.merges().is_empty())
+            {
+                lane.merge = Some(self.gpu.kernel(mla::merge(&self.spec, &self.hooks, cluster))?);
+            }
         }
         Ok(())
     }
@@ -487,6 +508,8 @@ impl Plan {
         let spans = |t: KvTensor| t.page.saturating_mul(pages as u64).max(t.row.saturating_mul(rows_per_page as u64));
         let near = spans(k).max(spans(v)) < 1 << 36;
         let runs = indices == Address(0) || page_size.is_multiple_of(form::RUN as u32);
+        let (q_pe, pe_factor) = pe.unwrap_or_default();
+        let latent = mla::Tensors { q_pe, pe_factor, ckv: k, kpe, pages: pages as u64, page_size };
         let mut tail = Vec::new();
         self.hooks.pack(&mut call, bound, self.known(text_scale), &mut tail)?;
         let mut bytes = Vec::with_capacity(1024);
@@ -498,6 +521,7 @@ impl Plan {
                 Form::Decode => aligned && runs,
                 Form::Prefill => aligned && near,
                 Form::Plain => true,
+                Form::Mla(_) => aligned && latent.fit(),
             };
             let (instance, kernel) = if fits {
                 (&lane.instance, kernel.clone())
@@ -517,11 +541,10 @@ impl Plan {
                     pad: 0,
                 })),
                 Form::Plain => {
-                    let (pe, pe_factor) = pe.unwrap_or_default();
                     bytes.extend_from_slice(bytemuck::bytes_of(&PlainParams {
-                        q_pe: pe.start,
-                        q_pe_token: pe.token,
-                        q_pe_head: pe.head,
+                        q_pe: q_pe.start,
+                        q_pe_token: q_pe.token,
+                        q_pe_head: q_pe.head,
                         kpe,
                         dim_pe: spec.dim_pe.unwrap_or(0) as i32,
                         pe_factor,
@@ -529,6 +552,7 @@ impl Plan {
                         kv_type: form::number(spec.kv),
                     }));
                 }
+                Form::Mla(_) => bytes.extend_from_slice(bytemuck::bytes_of(&latent.params(gpu, spec.kv)?)),
             }
             let out = OutParams { merges: list.merges(), tokens: list.tokens(), ..common.out };
             let indptr = if indices == Address(0) { list.starts() } else { indptr };
@@ -536,8 +560,17 @@ impl Plan {
             let (items, team) = (list.items(), lane.team as i32);
             bytes.extend_from_slice(bytemuck::bytes_of(&AttentionParams { items, out, kv, team, ..common }));
             bytes.extend_from_slice(&tail);
-            let grid = Grid { smem: instance.smem, ..Grid::new(lane.workers as u32, instance.threads) };
+            if matches!(instance.form, Form::Mla(_)) {
+                // Aligned to what its maps are.
+                bytes.resize(kernel.source.params.size, 0);
+            }
+            let cluster = instance.form.cluster();
+            let blocks = lane.workers as u32 * cluster;
+            let grid = Grid { smem: instance.smem, cluster, ..Grid::new(blocks, instance.threads) };
             self.launch(gpu, &call, &kernel, grid, &bytes)?;
+            if let (Form::Mla(cluster), Some(merge)) = (instance.form, &lane.merge) {
+                self.launch(gpu, &call, merge, mla::merge_grid(lane.schedule.merges().len(), cluster), &bytes)?;
+            }
         }
         call.finish()
     }

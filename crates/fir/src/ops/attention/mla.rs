@@ -87,7 +87,7 @@ impl MlaPlan {
         check_batch(OP, qo, kv_lens, problem.heads)?;
         let variant = if problem.causal { variant::causal() } else { variant::standard() };
         let program = RowProgram::new(&variant, problem.head_dim_ckv + problem.head_dim_kpe, problem.head_dim_ckv)?;
-        let (mut tokens, mut entries) = (vec![], vec![]);
+        let (mut tokens, mut entries, mut long) = (vec![], vec![], vec![]);
         Token::list(qo.lens(), kv_lens, &mut tokens);
         let types = [problem.q_dtype, problem.kv_dtype, problem.out_dtype];
         let backend = match exec {
@@ -112,7 +112,8 @@ impl MlaPlan {
         };
         let workers = exec.workers();
         for (r, (&q_len, &kv_len)) in qo.lens().iter().zip(kv_lens).enumerate() {
-            let (tile, _) = backend.tile(q_len, problem.heads);
+            let (tile, is_long) = backend.tile(q_len, problem.heads);
+            let entries = if is_long { &mut long } else { &mut entries };
             for at in (0..q_len).step_by(tile as usize) {
                 let rows = tile.min(q_len - at);
                 let end =
@@ -133,8 +134,8 @@ impl MlaPlan {
             }
             #[cfg(feature = "cuda")]
             Backend::Cuda(plan) => {
-                let entries = &entries[..];
-                plan.fill(gpu_kernel::Batch { entries, long: &[], tokens: &tokens, kv_lens, kv_base: None })?;
+                let (entries, long) = (&entries[..], &long[..]);
+                plan.fill(gpu_kernel::Batch { entries, long, tokens: &tokens, kv_lens, kv_base: None })?;
             }
         }
         Ok(Self { problem, workers, backend, kv_lens: kv_lens.to_vec(), tokens, schedule, variant, program })

@@ -4,5 +4,6 @@ mod batch;
 mod case;
 mod errors;
 mod graph;
+mod latent;
 mod plans;
 mod text;
