@@ -5,6 +5,7 @@ import torch
 from conftest import close
 
 import fir.flashinfer as fi
+from fir.flashinfer import logits_processor as lp
 
 
 def frequencies(draw, classes, rows=20000):
@@ -117,3 +118,39 @@ def test_pipelines():
     assert torch.equal(got, fi.top_k_top_p_sampling_from_probs(x.softmax(-1), 5, 0.5, None, "joint", seed=5, offset=1))
     with pytest.raises(lp.CompileError):
         lp.LogitsPipe([lp.Sample(), lp.TopP()], input_type=lp.TensorType.PROBS)
+
+
+def test_steps_and_rules_of_ones_own():
+    class Double(lp.ParameterizedOp):
+        IN = OUT = lp.TensorType.LOGITS
+
+        def __call__(self, tensor, **kwargs):
+            return lp.TaggedTensor.logits(tensor.data * self.param("by", kwargs, True))
+
+    class Twice(lp.LogitsProcessor):
+        def legalize(self, kind):
+            if kind is not lp.TensorType.LOGITS:
+                raise lp.LegalizationError("logits alone")
+            return [Double(**self.params), Double(**self.params)]
+
+    x, seen = torch.randn(3, 20), []
+    rule = lp.FusionRule((Double, Double), lambda w: w[0].default_params == w[1].default_params, lambda w: Double(by=w[0].default_params["by"] ** 2))
+    for rules, count in ((None, 3), ([rule], 2)):
+        pipe = lp.LogitsPipe([Twice(by=3.0), lp.Softmax()], custom_fusion_rules=rules, custom_validity_checks=[lambda ops: seen.append(len(ops))])
+        assert pipe.initial_type is lp.TensorType.LOGITS and len(pipe.ops) == count and seen[-1] == 3
+        close(pipe(x), (x * 9).softmax(-1))
+    assert len(lp.LogitsPipe([Twice(by=3.0), lp.Softmax()], compile=False, custom_fusion_rules=[rule]).ops) == 3
+    never = lp.FusionRule((Double, Double), lambda w: False, lambda w: None, prio=9)
+    assert len(lp.compile_pipeline(lp.legalize_processors([Twice(by=2.0)]), [never, rule])) == 1
+
+    def refuse(ops):
+        raise lp.CompileError("not this one")
+
+    with pytest.raises(lp.CompileError, match="not this one"):
+        lp.LogitsPipe([lp.Softmax()], custom_validity_checks=[refuse])
+    with pytest.raises(lp.CompileError, match="takes LOGITS"):
+        lp.compile_pipeline([lp.Softmax().legalize(lp.TensorType.LOGITS)[0], Double(by=1.0)])
+    with pytest.raises(lp.CompileError, match="empty"):
+        lp.Compiler().compile([])
+    with pytest.raises(ValueError, match="give input_type"):
+        lp.LogitsPipe([lp.TopK()])
