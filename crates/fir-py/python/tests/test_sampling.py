@@ -154,3 +154,63 @@ def test_steps_and_rules_of_ones_own():
         lp.Compiler().compile([])
     with pytest.raises(ValueError, match="give input_type"):
         lp.LogitsPipe([lp.TopK()])
+
+
+DRAWS = {
+    "sampling_from_logits": ("logits", {}), "sampling_from_probs": ("probs", {}), "top_p_sampling_from_probs": ("probs", {"top_p": [0.5, 0.9]}),
+    "top_k_sampling_from_probs": ("probs", {"top_k": [5, 9]}), "min_p_sampling_from_probs": ("probs", {"min_p": [0.1, 0.5]}),
+    "top_k_top_p_sampling_from_logits": ("logits", {"top_k": [5, 9], "top_p": [0.5, 0.9]}), "top_k_top_p_sampling_from_probs": ("probs", {"top_k": [5, 9], "top_p": [0.5, 0.9]}),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_every_argument_of_a_draw(name, device):
+    kind, filters = DRAWS[name]
+    draw = getattr(fi.sampling, name)
+    logits = torch.randn(40, 30)
+    x = logits if kind == "logits" else logits.softmax(-1)
+    base = {k: v[0] for k, v in filters.items()}
+    same = dict(seed=11, offset=3)
+    want = draw(x, **base, **same)
+    assert want.dtype == torch.int32 and want.shape == (40,)
+    # Seeds and offsets, as numbers or tensors; a generator; what is ignored.
+    assert torch.equal(want, draw(x, **base, seed=torch.tensor(11), offset=torch.tensor([3])))
+    assert not torch.equal(want, draw(x, **base, seed=12, offset=3)) and not torch.equal(want, draw(x, **base, seed=11, offset=400))
+    assert torch.equal(want, draw(x, **base, **same, deterministic=False))
+    for _ in range(2):
+        a, b = (torch.Generator(device).manual_seed(5) for _ in range(2))
+        assert torch.equal(draw(x, **base, generator=a), draw(x, **base, generator=b))
+    with pytest.raises(ValueError, match="together"):
+        draw(x, **base, seed=1)
+    # Rows by index, of either width.
+    for dtype in (torch.int32, torch.int64):
+        rows = torch.tensor([7, 7, 0, 39], dtype=dtype)
+        got = draw(x, **base, indices=rows, **same)
+        assert got.dtype == dtype and torch.equal(got, draw(x[rows.long()], **base, **same).to(dtype))
+    # Filters: one number, or one of each row; each draw is one that passes.
+    probs = logits.softmax(-1)
+    for key, values in filters.items():
+        for value in (values[1], torch.tensor([values[1]] * 40, dtype=torch.int32 if key == "top_k" else torch.float32)):
+            tokens = draw(x, **{**base, key: value}, **same).long()
+            mine = probs.gather(1, tokens[:, None])
+            rank, before = (probs > mine).sum(-1), torch.where(probs > mine, probs, 0.0).sum(-1)
+            number = {**base, key: values[1]}
+            assert (rank < number.get("top_k", 30)).all() and (before < number.get("top_p", 1.0) + 1e-5).all()
+            assert (mine[:, 0] >= number.get("min_p", 0.0) * probs.amax(-1) - 1e-6).all()
+    if "top_k_top_p" in name:
+        tokens = draw(x, **base, **same, filter_apply_order="joint").long()
+        mine = probs.gather(1, tokens[:, None])
+        assert ((probs > mine).sum(-1) < 5).all() and (torch.where(probs > mine, probs, 0.0).sum(-1) < 0.5 + 1e-5).all()
+        with pytest.raises(ValueError, match="filter_apply_order"):
+            draw(x, **base, filter_apply_order="both")
+    # Rows that are none.
+    broken = x.clone()
+    broken[2, 3] = float("nan")
+    with pytest.raises(ValueError, match=f"Input {kind} contains NaN"):
+        draw(broken, **base, check_nan=True)
+    assert torch.equal(want, draw(x, **base, **same, check_nan=True))
+    if kind == "probs":
+        tokens, valid = draw(broken, **base, **same, return_valid=True)
+        assert valid.dtype == torch.bool and not valid[2] and valid.sum() == 39 and torch.equal(tokens[3:], want[3:])
+    half = draw(x.half(), **base, **same)
+    assert half.shape == want.shape and (half == want).float().mean() > 0.8
