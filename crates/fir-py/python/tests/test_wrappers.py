@@ -88,8 +88,8 @@ TYPES = {"q_data_type": ["bfloat16", dict(q_data_type=F16, dtype=F16)], "kv_data
 IGNORED = {"enable_pdl": [True], "non_blocking": [False], "backend": ["fa2", "fa3"], "float_workspace_buffer": [lambda: torch.empty(64, dtype=U8)], "use_fp16_qk_reduction": [True],
            "seq_lens": [lambda: i32(*LENS)], "seq_lens_q": [lambda: i32(3, 2, 1)], "block_tables": [lambda: torch.zeros(3, 5, dtype=I32)], "max_token_per_sequence": [3], "max_sequence_kv": [20],
            "max_item_len_ptr": [None], "skip_softmax_threshold_scale_factor": [1.0], "use_fp16_softmax": [True], "uses_spcompress": [False], "sinks": [None]}
-MADE = {"jit_args": "test_jit.py", "jit_kwargs": "test_jit.py", "prefix_len_ptr": "test_attention.py", "token_pos_in_items_ptr": "test_attention.py", "token_pos_in_items_len": "test_attention.py",
-        "kv_cache_sf": "test_attention.py"}
+MADE = {"jit_args": "test_jit.py", "jit_kwargs": "test_jit.py", "prefix_len_ptr": "test_composed.py", "token_pos_in_items_ptr": "test_composed.py", "token_pos_in_items_len": "test_composed.py",
+        "kv_cache_sf": "test_composed.py"}
 
 
 def expand(varied):
