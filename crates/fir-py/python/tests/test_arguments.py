@@ -571,7 +571,7 @@ def test_base(api):
 
 #: Where the arguments of the rest are varied.
 ELSEWHERE = {
-    "test_wrappers.py": "attention cascade decode mla page pod prefill sparse",
+    "test_wrappers.py": "attention decode mla page prefill", "test_composed.py": "cascade gemm pod sparse",
     "test_sampling.py": "sampling logits_processor", "test_tokens.py": "page quantization gemm rope", "test_jit.py": "jit", "test_tools.py": "testing fi_trace",
     "test_package.py": "utils",
 }

@@ -97,7 +97,7 @@ class NoArithmetic(TorchDispatchMode):
 
     ALLOWED = ("empty", "view", "reshape", "transpose", "slice", "select", "unsqueeze", "expand", "copy_", "clone",
                "_to_copy", "contiguous", "detach", "alias", "full", "zeros", "fill_", "lift_fresh", "unflatten", "t.",
-               "_local_scalar_dense", "random_", "squeeze", "permute", "new_empty", "as_strided", "is_pinned", "zero_")
+               "_local_scalar_dense", "random_", "squeeze", "permute", "new_empty", "as_strided", "is_pinned", "zero_", "index_select", "split")
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = str(func).removeprefix("aten.")
@@ -134,6 +134,20 @@ def test_torch_does_no_arithmetic():
         fi.append_paged_kv_cache(k[:2], v[:2], batch, pos, pages.cache, pages.indices, pages.indptr, pages.last)
         fi.mm_bf16(x, x.transpose(0, 1), out_dtype=torch.float32)
         fi.top_k(p, 3)
+        half = torch.bfloat16
+        fi.cutlass_fused_moe(x.to(half), torch.zeros((5, 2), dtype=torch.int32), torch.zeros((5, 2)), torch.zeros((3, 32, 64), dtype=half),
+                             torch.zeros((3, 64, 16), dtype=half), half, [])
+        fi.fused_qk_rmsnorm_rope(torch.zeros((6, 192), dtype=half), w.to(half), w.to(half), ppf=1, pph=2, ppw=3, num_frame_channels=32,
+                                 num_height_channels=16, num_width_channels=16, num_heads_q=1, num_heads_k=1, num_heads_v=1, head_dim=64, output_fp8=True)
+        codes, scales = torch.zeros((8, 2, 4, 2, 16), dtype=torch.uint8), torch.zeros((8, 2, 4, 2, 2), dtype=torch.uint8)
+        fi.nvfp4_kv_dequantize_paged(codes, scales, torch.zeros((2, 5), dtype=torch.int32), pages.lens, torch.full((1,), 0.5), torch.full((1,), 0.5),
+                                     torch.zeros((2, 20, 2, 32), dtype=half), torch.zeros((2, 20, 2, 32), dtype=half))
+        fi.per_token_group_quant_8bit(x, 32, column_major_scales=True)
+        fi.testing.per_token_cast_to_fp8(torch.zeros((4, 128)))
+        fi.mla.BatchMLAPagedAttentionWrapper(torch.empty(1))
+        sink = fi.BatchAttentionWithAttentionSinkWrapper(torch.empty(1))
+        sink.plan(qo, pages.indptr, pages.indices, pages.last, 4, 2, 32, 4, causal=True, q_data_type="float32")
+        sink.run(q, pages.cache, torch.zeros(4), 0.1)
 
 
 def test_threads_may_share_a_plan():

@@ -245,3 +245,65 @@ def test_routing():
     assert torch.equal(ids.long().sort(-1)[0], want.sort(-1)[0])
     chosen = s.gather(1, ids.long())
     close(values, chosen / chosen.sum(-1, keepdim=True) * 2.5)
+
+
+def test_every_argument_of_pages_and_blocks():
+    pages = Pages([6, 1, 9], 4, 2, 32, torch.bfloat16)
+    ptr = torch.tensor([0, 2, 3, 8], dtype=torch.int32)
+    for lens in (pages.lens, pages.lens.long(), pages.lens + 10):
+        given = [torch.full((10,), 7, dtype=torch.int32) for _ in range(2)]
+        batch, pos = fi.get_batch_indices_positions(ptr, lens, 10, *given)
+        assert batch is given[0] and pos is given[1] and batch.tolist() == [0, 0, 1, 2, 2, 2, 2, 2, -1, -1]
+        want = [int(lens[r]) - n + i for r, n in enumerate((2, 1, 5)) for i in range(n)]
+        assert pos.tolist() == [*want, 0, 0]
+    for page in (1, 4, 16):
+        other = Pages([6, 1, 0, 9], page, 1, 8, torch.float32)
+        assert fi.get_seq_lens(other.indptr, other.last.long() if page == 4 else other.last, page).tolist() == [6, 1, 0, 9]
+    # NVFP4 pages: written by position or by slot, read back by the table.
+    batch, pos = torch.tensor([0, 1, 2, 2], dtype=torch.int32), torch.tensor([5, 0, 0, 8], dtype=torch.int32)
+    k, v = torch.randn(4, 2, 32).bfloat16(), torch.randn(4, 2, 32).bfloat16()
+    n = pages.kv.shape[0]
+    for layout in ("NHD", "HND"):
+        shape = (n, 4, 2) if layout == "NHD" else (n, 2, 4)
+        for slots in (False, True):
+            for stacked in (False, True):
+                new = lambda last: torch.zeros((n, 2, *shape[1:], last), dtype=torch.uint8)
+                codes, scales = new(16), new(2)
+                give = (lambda t: t) if stacked else (lambda t: (t[:, 0], t[:, 1]))
+                if slots:
+                    first = pages.indices[pages.indptr[batch.long()].long() + pos.long() // 4]
+                    slot = (first * 4 + pos % 4).to(torch.int64 if stacked else torch.int32)
+                    fi.page.nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(k, v, slot, give(codes), give(scales), 0.5, torch.tensor([0.25]), layout)
+                else:
+                    fi.page.nvfp4_quantize_append_paged_kv_cache(k, v, batch, pos, give(codes), give(scales), pages.indices, pages.indptr, pages.last, 0.5, 0.25, layout)
+                table = torch.zeros(3, 3, dtype=torch.int64 if slots else torch.int32)
+                for r in range(3):
+                    ids = pages.indices[pages.indptr[r]:pages.indptr[r + 1]]
+                    table[r, : len(ids)] = ids
+                outs = [torch.full((3, 10, 2, 32), 9.0, dtype=torch.float16 if slots else torch.bfloat16) for _ in range(2)]
+                fi.quantization.nvfp4_kv_dequantize_paged(give(codes), give(scales), table, pages.lens, torch.tensor([0.5]), torch.tensor([0.25]), *outs, layout)
+                for out, x in zip(outs, (k, v)):
+                    got = torch.stack([out[b, p] for b, p in zip(batch.tolist(), pos.tolist())])
+                    torch.testing.assert_close(got.float(), x.float(), atol=0.5, rtol=0.2)
+                    assert (out[1, 1:] == 9.0).all() and (out[0, 6:] == 9.0).all() and (out[0, :5] == 0.0).all()
+    # Blocks: what is written can be read, and what is Blackwell's is refused by name.
+    x = torch.randn(6, 64)
+    q, s = fi.quantization.mxfp8_quantize(x, False)
+    close(fi.quantization.mxfp8_dequantize_host(q, s, False), q.float() * torch.exp2(s.float() - 127).repeat_interleave(32, 1))
+    torch.testing.assert_close(q.float() * torch.exp2(s.float() - 127).repeat_interleave(32, 1), x, atol=0.1, rtol=0.08)
+    assert all(torch.equal(a, b) for a, b in zip(fi.quantization.mxfp8_quantize(x, False, 64, True, "cute-dsl"), (q, s)) if a.dtype == torch.uint8)
+    codes, s = fi.quantization.mxfp4_quantize(x, "cuda", True, sfLayout="linear")
+    levels = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    nibbles = torch.stack((codes & 15, codes >> 4), -1).flatten(1).long()
+    want = torch.where(nibbles > 7, -1.0, 1.0) * levels[nibbles % 8] * torch.exp2(s.float() - 127).repeat_interleave(32, 1)
+    close(fi.quantization.mxfp4_dequantize(codes, s, "linear"), want)
+    close(fi.quantization.mxfp4_dequantize_host(codes, s, 32), want)
+    codes, s = fi.quantization.nvfp4_kv_quantize(x, torch.tensor([0.5]))
+    for dtype in (torch.bfloat16, torch.float16):
+        got = fi.quantization.nvfp4_kv_dequantize(codes, s, torch.tensor([0.5]), dtype)
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.float(), x, atol=0.5, rtol=0.2)
+    for call in (lambda: fi.quantization.mxfp8_quantize(x), lambda: fi.quantization.mxfp8_quantize(x, False, sf_swizzle_layout=1), lambda: fi.quantization.mxfp4_quantize(x),
+                 lambda: fi.quantization.mxfp4_dequantize(codes, s), lambda: fi.quantization.mxfp4_dequantize_host(codes, s, 16), lambda: fi.quantization.mxfp8_dequantize_host(q, s)):
+        with pytest.raises(NotImplementedError):
+            call()

@@ -88,8 +88,8 @@ TYPES = {"q_data_type": ["bfloat16", dict(q_data_type=F16, dtype=F16)], "kv_data
 IGNORED = {"enable_pdl": [True], "non_blocking": [False], "backend": ["fa2", "fa3"], "float_workspace_buffer": [lambda: torch.empty(64, dtype=U8)], "use_fp16_qk_reduction": [True],
            "seq_lens": [lambda: i32(*LENS)], "seq_lens_q": [lambda: i32(3, 2, 1)], "block_tables": [lambda: torch.zeros(3, 5, dtype=I32)], "max_token_per_sequence": [3], "max_sequence_kv": [20],
            "max_item_len_ptr": [None], "skip_softmax_threshold_scale_factor": [1.0], "use_fp16_softmax": [True], "uses_spcompress": [False], "sinks": [None]}
-MADE = {"jit_args": "test_jit.py", "jit_kwargs": "test_jit.py", "prefix_len_ptr": "test_attention.py", "token_pos_in_items_ptr": "test_attention.py", "token_pos_in_items_len": "test_attention.py",
-        "kv_cache_sf": "test_attention.py"}
+MADE = {"jit_args": "test_jit.py", "jit_kwargs": "test_jit.py", "prefix_len_ptr": "test_composed.py", "token_pos_in_items_ptr": "test_composed.py", "token_pos_in_items_len": "test_composed.py",
+        "kv_cache_sf": "test_composed.py"}
 
 
 def expand(varied):
@@ -396,3 +396,97 @@ def test_a_plan_of_the_same_kind_is_kept_and_another_is_not():
     for given in (None, mask, None):
         prefill.plan(i32(0, 1, 2, 3), first.indptr, first.indices, first.last, HEADS, KV_HEADS, DIM, PAGE, q_data_type=BF16, custom_mask=given)
         near(prefill.run(q, first.cache), batch(q, [0, 1, 2, 3], first.request)[0])
+
+
+# Functions that plan anew each time, over padded tables.
+
+def padded(pages):
+    width = int(pages.indptr.diff().max()) + 1
+    table = torch.full((len(pages.lens), width), 2**30, dtype=I32)
+    for r in range(len(pages.lens)):
+        ids = pages.indices[pages.indptr[r]:pages.indptr[r + 1]]
+        table[r, : len(ids)] = ids
+    return table
+
+
+XQA = {"query": [dict(gain=2.0)], "kv_cache": [dict(one=True)], "workspace_buffer": [lambda: torch.empty(9)], "block_tables": [dict(page=16)], "seq_lens": [dict(lens=[4, 8, 12])], "max_seq_len": [999], "bmm1_scale": [0.3, lambda: torch.tensor(0.3)],
+       "bmm2_scale": [2.0, lambda: torch.tensor([2.0])], "window_left": [0, 5], "out": [lambda: torch.full((3, HEADS, DIM), math.nan, dtype=BF16)], "sinks": [dict(sink=True)], "kv_layout": ["NHD", "HND"], "enable_pdl": [True], "q_len_per_req": [2], "o_scale": [1.0],
+       "mask": [None], "kv_cache_sf": [None]}
+TRTLLM = {**XQA, "out_dtype": [F32, "float16"], "o_sf_scale": [None], "o_sf_vec_size": [None], "backend": ["auto", "xqa"], "max_q_len": [1], "cum_seq_lens_q": [dict(qo=[0, 2, 3, 6])], "skip_softmax_threshold_scale_factor": [0.5], "uses_shared_paged_kv_idx": [True],
+          "lse": [None], "return_lse": [False], "bmm1_scale_log2": [None], "multi_ctas_kv_counter_buffer": [None], "enable_block_sparse_attention": [False], "bf16q_fp8kv_transform_mode": [None]}
+CONTEXT = {**{k: v for k, v in XQA.items() if k not in ("q_len_per_req", "o_scale", "mask", "max_seq_len", "out")}, "max_q_len": [9], "max_kv_len": [99], "batch_size": [3], "cum_seq_lens_q": [dict(qo=[0, 1, 2, 6])], "cum_seq_lens_kv": [lambda: i32(0, 9, 29, 30)],
+           "out": [lambda: torch.full((6, HEADS, DIM), math.nan, dtype=BF16)], "out_dtype": [F32], "o_sf_scale": [None], "o_sf_vec_size": [None], "skip_softmax_threshold_scale_factor": [0.5], "uses_shared_paged_kv_idx": [True], "causal": [False],
+           "lse": [lambda: dict(lse=torch.zeros(6, HEADS), return_lse=True)], "return_lse": [True], "multi_ctas_kv_counter_buffer": [None], "use_fp16_softmax": [True], "uses_spcompress": [True]}
+
+
+@pytest.mark.parametrize("kind,arg,i", [(k, *row) for k, v in (("xqa", XQA), ("trtllm", TRTLLM), ("context", CONTEXT)) for row in expand(v)])
+def test_padded_tables(kind, arg, i):
+    change = chosen({"xqa": XQA, "trtllm": TRTLLM, "context": CONTEXT}[kind], arg, i)
+    own = {k: change.pop(k) for k in ("gain", "one", "page", "lens", "sink", "qo") if k in change}
+    function = {"xqa": fi.decode.xqa_batch_decode_with_kv_cache, "trtllm": fi.decode.trtllm_batch_decode_with_kv_cache, "context": fi.prefill.trtllm_batch_context_with_kv_cache}[kind]
+    layout = change.get("kv_layout", "NHD" if kind == "xqa" else "HND")
+    pages = Pages(own.get("lens", LENS), own.get("page", PAGE), KV_HEADS, DIM, BF16, layout, own.get("one", False))
+    per = change.get("q_len_per_req", 1)
+    qo = own.get("qo", QO if kind == "context" else [i * per for i in range(4)])
+    q = (torch.randn(qo[-1], HEADS, DIM) * own.get("gain", 1.0)).to(BF16)
+    sink = torch.randn(HEADS) if own.get("sink") else None
+    kwargs = dict(query=q, kv_cache=pages.cache, workspace_buffer=torch.empty(1), block_tables=padded(pages), seq_lens=pages.lens, bmm1_scale=0.2)
+    if kind == "context":
+        kwargs |= dict(max_q_len=3, max_kv_len=20, batch_size=3, cum_seq_lens_q=i32(*qo), cum_seq_lens_kv=i32(0, 9, 29, 30), bmm2_scale=1.0)
+    else:
+        kwargs["max_seq_len"] = 20
+        if "qo" in own:
+            kwargs["cum_seq_lens_q"] = i32(*qo)
+    if sink is not None:
+        kwargs["sinks"] = sink if kind == "xqa" else [sink]
+    kwargs |= change
+    got, lse = lse_of(function(**kwargs))
+    causal = kwargs.get("causal", kind == "context" or per > 1 or "qo" in own)
+    want, want_lse = batch(q, qo, pages.request, causal=causal, sm_scale=float(kwargs["bmm1_scale"]), v_scale=float(kwargs.get("bmm2_scale", 1.0)), window_left=kwargs.get("window_left", -1), sink=sink)
+    near(got, want)
+    assert str(got.dtype).endswith(str(kwargs.get("out_dtype", BF16)).split(".")[-1]) and (lse is not None) == bool(kwargs.get("return_lse"))
+    if lse is not None:
+        near(lse, want_lse, 1e-2)
+
+
+@pytest.mark.parametrize("causal", (False, True))
+@pytest.mark.parametrize("flags", ({}, dict(window=3), dict(sink=True), dict(lse=True), dict(out=True), dict(scale=2.0)))
+def test_ragged_in_one_call(causal, flags):
+    qo, kv = [0, 3, 5, 6], [0, 9, 29, 30]
+    q, k, v = torch.randn(6, HEADS, 64).to(BF16), torch.randn(30, KV_HEADS, 64).to(BF16), torch.randn(30, KV_HEADS, 32).to(BF16)
+    out, lse = (torch.empty(6, HEADS, 32, dtype=BF16) if flags.get("out") else None), (torch.empty(6, HEADS) if flags.get("lse") else None)
+    sink = torch.randn(HEADS) if flags.get("sink") else None
+    window, factor = flags.get("window", -1), flags.get("scale", 1.0)
+    keys = lambda r: (k[kv[r]:kv[r + 1]], v[kv[r]:kv[r + 1]])
+    want, want_lse = batch(q, qo, keys, causal=causal, window_left=window, sink=sink, sm_scale=0.2, v_scale=factor)
+    wants_lse = bool(flags.get("lse"))
+    got = [fi.prefill.trtllm_ragged_attention_deepseek(
+        q, k, v, torch.empty(1), i32(9, 20, 1), 3, 20, 0.2, factor, 1.0, 3, window, i32(*qo), i32(*kv), None, causal, wants_lse, sink, out=out, lse=lse)]
+    if sink is None and window < 0:
+        got.append(fi.prefill.fmha_varlen(q, k, v, i32(*qo), i32(*kv), None, 3, out, lse, causal, 0.1, 2.0, None, factor, 1.0, wants_lse))
+    got.append(fi.prefill.trtllm_fmha_v2_prefill(
+        (q, k, v), "SEPARATE_Q_K_V", torch.empty(1), i32(9, 20, 1), 3, 20, 0.2, factor, 3, i32(*qo), i32(*kv), out=out, sinks=None if sink is None else [sink],
+        mask_mode="causal" if causal else "padding", window_left=window, save_softmax_stats=wants_lse))
+    for result in got:
+        o, s = lse_of(result)
+        near(o, want)
+        if wants_lse:
+            near(s, want_lse, 1e-2)
+        assert out is None or o is out
+    pages = Pages(LENS, PAGE, KV_HEADS, DIM, BF16, "HND")
+    o = fi.prefill.trtllm_fmha_v2_prefill((q, torch.stack(pages.cache, 1)), "Q_PAGED_KV_HND", torch.empty(1), pages.lens, 3, 20, 0.2, factor, 3, i32(*qo), i32(*kv), padded(pages),
+                                          out_dtype=F32, sinks=None if sink is None else [sink], logits_soft_cap_scale=2.0, mask_mode="causal" if causal else "padding", window_left=window)
+    near(o, batch(q, qo, pages.request, causal=causal, window_left=window, sink=sink, sm_scale=0.2, v_scale=factor, logits_soft_cap=2.0)[0])
+    assert o.dtype == F32
+
+
+def test_what_padded_calls_refuse():
+    pages = Pages(LENS, PAGE, KV_HEADS, DIM, BF16, "HND")
+    q = torch.randn(3, HEADS, DIM).to(BF16)
+    call_ = lambda **kw: fi.decode.trtllm_batch_decode_with_kv_cache(q, pages.cache, torch.empty(1), padded(pages), pages.lens, 20, **kw)
+    for kw in (dict(o_sf_scale=1.0), dict(return_lse=True), dict(bmm1_scale_log2=torch.ones(1)), dict(uses_shared_paged_kv_idx=False), dict(enable_block_sparse_attention=True), dict(mask=torch.ones(1)), dict(o_scale=2.0),
+               dict(backend="trtllm-gen")):
+        with pytest.raises(NotImplementedError, match=next(iter(kw))):
+            call_(**kw)
+    with pytest.raises(ValueError, match="backend"):
+        call_(backend="mystery")

@@ -48,8 +48,9 @@ OTHERS = {
         top_k_top_p_sampling_from_logits top_k_top_p_sampling_from_probs top_p_renorm_prob top_p_renorm_probs
         top_p_sampling_from_probs""",
     "topk": """TopKTieBreak can_implement_filtered_topk top_k top_k_page_table_transform top_k_ragged_transform topk""",
-    "logits_processor": """LogitsPipe LogitsProcessor MinP Op ParameterizedOp Sample Softmax TaggedTensor Temperature
-        TensorType TopK TopP""",
+    "logits_processor": """CompileError Compiler FusionRule LegalizationError LogitsPipe LogitsProcessor MinP Op
+        ParameterizedOp Sample Softmax TaggedTensor Temperature TensorType TopK TopP compile_pipeline
+        legalize_processors""",
     "quantization": """mxfp4_dequantize mxfp4_dequantize_host mxfp4_quantize mxfp8_dequantize_host mxfp8_quantize
         nvfp4_kv_dequantize nvfp4_kv_dequantize_paged nvfp4_kv_quantize packbits per_token_group_quant_8bit
         segment_packbits""",

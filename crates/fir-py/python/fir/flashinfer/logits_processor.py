@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from enum import Enum, auto
-from typing import Any, Optional, Union
+from typing import Any, Callable, NamedTuple, Optional, Union
 
 import torch
 
 from . import sampling
 
 __all__ = [
-    "CompileError", "LegalizationError", "LogitsPipe", "LogitsProcessor", "MinP", "Op", "ParameterizedOp", "Sample",
-    "Softmax", "TaggedTensor", "Temperature", "TensorType", "TopK", "TopP",
+    "CompileError", "Compiler", "FusionRule", "LegalizationError", "LogitsPipe", "LogitsProcessor", "MinP", "Op",
+    "ParameterizedOp", "Sample", "Softmax", "TaggedTensor", "Temperature", "TensorType", "TopK", "TopP", "ValidityCheck",
+    "compile_pipeline", "legalize_processors",
 ]
 
 
@@ -212,52 +213,129 @@ def _joint(op, x, kw):
     )
 
 
-class LogitsPipe:
-    """Steps one after another. Steps that one operator does together are joined: temperature and softmax, a joint top-k and
+class FusionRule(NamedTuple):
+    """Operators of these types, one after another, are replaced by one, if ``guard`` says so; larger ``prio`` first."""
+
+    pattern: tuple[type, ...]
+    guard: Callable[[list[Op]], bool]
+    build: Callable[[list[Op]], Op]
+    prio: int = 0
+
+
+#: Looks at a pipeline's operators, and raises a :class:`CompileError` if they make none.
+ValidityCheck = Callable[[list[Op]], None]
+
+
+def legalize_processors(processors: list[LogitsProcessor], initial_type: TensorType = L) -> list[Op]:
+    """The operators of steps. Those that one operator does together are joined: temperature and softmax, a joint top-k and
     top-p with its draw, min-p with its draw."""
+    ops, at, i = [], initial_type, 0
+    while i < len(processors):
+        rest = [type(p) for p in processors[i : i + 3]]
+        if at is I:
+            raise CompileError(f"{rest[0].__name__} after a draw")
+        if rest[:2] == [Temperature, Softmax]:
+            new, n = [_Step(_softmax, L, P, {**processors[i].params, **processors[i + 1].params})], 2
+        elif at is P and rest == [TopK, TopP, Sample] and processors[i].joint_topk_topp:
+            new, n = [_Step(_joint, P, I, {k: v for p in processors[i : i + 3] for k, v in p.params.items()})], 3
+        elif at is P and rest[:2] == [MinP, Sample]:
+            new, n = [_Step(_min_p, P, I, {**processors[i].params, **processors[i + 1].params})], 2
+        elif rest[0] is MinP:
+            raise CompileError("MinP without a Sample right after it, of probabilities")
+        else:
+            new, n = list(processors[i].legalize(at)), 1
+        ops += new
+        at, i = new[-1].OUT if new else at, i + n
+    return ops
+
+
+class Compiler:
+    """Checks operators and joins them by rules."""
+
+    def __init__(self) -> None:
+        self.fusion_rules: list[FusionRule] = []
+        self.validity_checks: list[ValidityCheck] = []
+
+    def register_fusion_rule(self, rule: FusionRule) -> None:
+        """Adds a rule."""
+        self.fusion_rules = sorted([*self.fusion_rules, rule], key=lambda r: -r.prio)
+
+    def register_validity_check(self, check: ValidityCheck) -> None:
+        """Adds a check."""
+        self.validity_checks.append(check)
+
+    def compile(self, ops: list[Op]) -> list[Op]:
+        """The operators to run."""
+        if not ops:
+            raise CompileError("Cannot compile empty operator list")
+        for before, after in zip(ops, ops[1:]):
+            if before.OUT is not after.IN:
+                raise CompileError(f"{type(after).__name__} takes {after.IN.name}, but {type(before).__name__} before it gives "
+                                   f"{before.OUT.name}")
+        for check in self.validity_checks:
+            check(ops)
+        ops, i = list(ops), 0
+        while i < len(ops):
+            for rule in self.fusion_rules:
+                window = ops[i : i + len(rule.pattern)]
+                if len(window) == len(rule.pattern) and all(map(isinstance, window, rule.pattern)) and rule.guard(window):
+                    ops[i : i + len(window)] = [rule.build(window)]
+                    i = max(i - 1, 0)
+                    break
+            else:
+                i += 1
+        return ops
+
+
+def compile_pipeline(ops: list[Op], custom_fusion_rules: Optional[list[FusionRule]] = None,
+                     custom_validity_checks: Optional[list[ValidityCheck]] = None) -> list[Op]:
+    """:meth:`Compiler.compile` with these rules and checks."""
+    compiler = Compiler()
+    for rule in custom_fusion_rules or ():
+        compiler.register_fusion_rule(rule)
+    for check in custom_validity_checks or ():
+        compiler.register_validity_check(check)
+    return compiler.compile(ops)
+
+
+def _taken(processor: LogitsProcessor, kind: TensorType) -> bool:
+    try:
+        processor.legalize(kind)
+    except (ValueError, LegalizationError):
+        return False
+    return True
+
+
+class LogitsPipe:
+    """Steps one after another, as :func:`legalize_processors` and :func:`compile_pipeline` make them. ``compile=False``
+    leaves custom rules and checks out."""
 
     def __init__(self, processors: list[LogitsProcessor], compile: bool = True, input_type: Optional[TensorType] = None,
-                 custom_fusion_rules=None, custom_validity_checks=None) -> None:
+                 custom_fusion_rules: Optional[list[FusionRule]] = None,
+                 custom_validity_checks: Optional[list[ValidityCheck]] = None) -> None:
         if not processors:
             raise ValueError("Pipeline cannot be empty")
-        if custom_fusion_rules or custom_validity_checks:
-            raise NotImplementedError("custom fusion rules and validity checks are not supported")
         self.processors = list(processors)
-        first = self.processors[0]
         if input_type is None:
-            kinds = list(type(first).TYPES)
-            if len(kinds) > 1:
-                raise ValueError(f"{type(first).__name__} takes logits and probabilities: give input_type")
+            kinds = [kind for kind in (L, P) if _taken(self.processors[0], kind)]
+            if len(kinds) != 1:
+                name = type(self.processors[0]).__name__
+                raise ValueError(f"{name} takes {'logits and probabilities: give input_type' if kinds else 'neither logits nor probabilities'}")
             input_type = kinds[0]
-        self._initial_type, self.ops = input_type, []
-        self.compile()
+        self._initial_type = input_type
+        self.ops = legalize_processors(self.processors, input_type)
+        if compile:
+            self.compile(custom_fusion_rules, custom_validity_checks)
 
     @property
     def initial_type(self) -> TensorType:
         """What the pipeline takes."""
         return self._initial_type
 
-    def compile(self, custom_fusion_rules=None, custom_validity_checks=None) -> None:
-        """Chooses the operators."""
-        ops, at, steps = [], self._initial_type, self.processors
-        i = 0
-        while i < len(steps):
-            rest = [type(p) for p in steps[i : i + 3]]
-            if at is I:
-                raise CompileError(f"{rest[0].__name__} after a draw")
-            if rest[:2] == [Temperature, Softmax]:
-                op, n = _Step(_softmax, L, P, {**steps[i].params, **steps[i + 1].params}), 2
-            elif at is P and rest == [TopK, TopP, Sample] and steps[i].joint_topk_topp:
-                op, n = _Step(_joint, P, I, {k: v for p in steps[i : i + 3] for k, v in p.params.items()}), 3
-            elif at is P and rest[:2] == [MinP, Sample]:
-                op, n = _Step(_min_p, P, I, {**steps[i].params, **steps[i + 1].params}), 2
-            elif rest[0] is MinP:
-                raise CompileError("MinP without a Sample right after it, of probabilities")
-            else:
-                op, n = steps[i].legalize(at)[0], 1
-            ops.append(op)
-            at, i = op.OUT, i + n
-        self.ops = ops
+    def compile(self, custom_fusion_rules: Optional[list[FusionRule]] = None,
+                custom_validity_checks: Optional[list[ValidityCheck]] = None) -> None:
+        """Checks the operators and joins them by these rules."""
+        self.ops = compile_pipeline(self.ops, custom_fusion_rules, custom_validity_checks)
 
     def __call__(self, x: Union[torch.Tensor, TaggedTensor], **kwargs: Any) -> torch.Tensor:
         """Runs the steps on logits or probabilities."""
