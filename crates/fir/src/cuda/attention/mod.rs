@@ -139,6 +139,7 @@ pub(super) fn kernels() -> Vec<Source> {
         for out in [f32, f16, bf16] {
             specs.push(Spec { dim_pe: Some(64), ..spec(bf16, bf16, out, [512, 512], variant.clone()) });
         }
+        specs.push(Spec { dim_pe: Some(64), ..spec(f16, f16, f16, [512, 512], variant.clone()) });
         for d in [f32, bf16] {
             specs.push(Spec { states: true, ..spec(d, d, d, [128, 128], variant.clone()) });
         }
