@@ -23,14 +23,9 @@
 #pragma once
 #include <fir/attention/finite.cuh>
 #include <fir/attention/params.cuh>
+#include <fir/attention/prefill_queue.cuh>
 
 namespace fir {
-
-/// Who has taken what.
-struct WorkQueue {
-  /// Units taken beyond the first of each block, and blocks that are done; 0 before and after every launch.
-  unsigned taken, done;
-};
 
 template <class Variant>
 struct PrefillParams {
