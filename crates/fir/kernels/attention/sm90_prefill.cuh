@@ -188,15 +188,17 @@ __device__ __forceinline__ void bring_boxes(const Sm90Params<typename C::Variant
     }
     qs.next();
 
-    // This lane's box of a tile: page and row in it.
-    auto place = [&](int pos, unsigned& page, int& slot) {
+    // This lane's box of a tile: its entry of the page table, asked for a tile ahead, then page and row in it.
+    int entry = 0;
+    auto look = [&](int pos) {
       const int row = pos + lane * all.box_rows;
-      page = 0, slot = 0;
-      if (lane < boxes && row < kv_end) {
-        long long at;
-        p.kv.place(p.kv.entry(pages, row), row, page, at);
-        slot = int(at);
-      }
+      if (lane < boxes && row < kv_end) entry = p.kv.entry(pages, row);
+    };
+    auto place = [&](int pos, unsigned& page, int& slot) {
+      long long at;
+      p.kv.place(entry, pos + lane * all.box_rows, page, at);
+      slot = int(at);
+      look(pos + C::kTile);
     };
     auto load = [&](int pos, unsigned page, int slot, const TensorMap* map, const TensorMap* tail, int page_groups, unsigned to, int dim, unsigned barrier) {
       const int here = min(boxes, (kv_end - pos + all.box_rows - 1) / all.box_rows);
@@ -205,6 +207,9 @@ __device__ __forceinline__ void bring_boxes(const Sm90Params<typename C::Variant
       if (lane < here) {
         const int group = int(page) * page_groups + (slot >> 3);
         to += lane * all.box_rows * dim * 2;
+#ifdef X_NOLOAD
+        if (pos >= 256) { if (lane == 0) asm volatile("mbarrier.complete_tx.shared::cta.relaxed.cta.b64 [%0], %1;" ::"r"(barrier), "r"(here * all.box_rows * dim * 2) : "memory"); return; }
+#endif
         if (group + all.box_rows / 8 <= all.groups) {
           tma_load(to, map, barrier, 0, slot & 7, 0, group, head);
         } else {
@@ -220,6 +225,7 @@ __device__ __forceinline__ void bring_boxes(const Sm90Params<typename C::Variant
     unsigned page, next_page = 0;
     int slot, next_slot = 0;
     if (kv_start < kv_end) {
+      look(kv_start);
       place(kv_start, page, slot);
       keys(kv_start, page, slot);
     }
@@ -465,7 +471,11 @@ struct Sm90State {
     for (int i = 0; i < kScores; ++i) {
       const int h = (i >> 1) & 1;
       if constexpr (V::kSoftmax) {
+#ifdef X_NOEXP
+        s[i] = fmaf(s[i], scale, -base[h]);
+#else
         s[i] = exp2_fast(fmaf(s[i], scale, -base[h]));
+#endif
         d[h] += s[i];
       }
       if constexpr (V::kHasValue) {
@@ -592,7 +602,9 @@ __device__ __forceinline__ void consume(const Sm90Params<typename C::Variant>& a
   auto free = [&](unsigned barrier) {
     if (lane == 0) barrier_arrive(barrier);
   };
+#ifndef X_NOTURN
   if (group == 1) named_arrive(1, 256);
+#endif
   while (true) {
     barrier_wait(pipe.q_full(qs.stage), qs.phase);
     const Sm90Unit& u = units[qs.stage];
@@ -623,27 +635,31 @@ __device__ __forceinline__ void consume(const Sm90Params<typename C::Variant>& a
       for (int i = 0; i < S::kOut; ++i) state.o[i] = 0.0f;
 
       const unsigned q_at = pipe.base + C::kQ + qs.stage * C::kQBytes + group * 64 * 128;
-      const u64 q_tile = wgmma_tile(q_at, 16, 1024);
+      const WgmmaTile q_tile(q_at, 16, 1024);
       auto turn = [&] {
+#ifndef X_NOTURN
         if (both) named_sync(1 + group, 256);
+#endif
       };
       auto pass = [&] {
+#ifndef X_NOTURN
         if (both) named_arrive(2 - group, 256);
+#endif
       };
       auto scores = [&] {
-        const u64 k_tile = wgmma_tile(pipe.base + C::kK + ks.stage * C::kKBytes, 16, C::kDimQk * 16);
+        const WgmmaTile k_tile(pipe.base + C::kK + ks.stage * C::kKBytes, 16, C::kDimQk * 16);
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < C::kDimQk / 16; ++i) {
-          wgmma<C::kType, 0, 0>(s, q_tile + (i / 4) * (C::kRows * 128 / 16) + (i % 4) * 2, k_tile + (i / 4) * 64 + (i % 4) * 2, i != 0);
+          wgmma<C::kType, 0, 0>(s, q_tile.at((i / 4) * C::kRows * 128 + (i % 4) * 32), k_tile.at((i / 4) * 1024 + (i % 4) * 32), i != 0);
         }
         wgmma_commit();
       };
       auto values = [&] {
-        const u64 v_tile = wgmma_tile(pipe.base + C::kV + vs.stage * C::kVBytes, 1024, C::kDimVo * 16);
+        const WgmmaTile v_tile(pipe.base + C::kV + vs.stage * C::kVBytes, 1024, C::kDimVo * 16);
         wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < C::kTile / 16; ++i) wgmma<C::kType, 1>(state.o, weights[i], v_tile + i * (C::kDimVo * 32 / 16), 1);
+        for (int i = 0; i < C::kTile / 16; ++i) wgmma<C::kType, 1>(state.o, weights[i], v_tile.at(i * C::kDimVo * 32), 1);
         wgmma_commit();
       };
       // Scores to weights, but for what waits until `o` is at rest.
@@ -655,7 +671,11 @@ __device__ __forceinline__ void consume(const Sm90Params<typename C::Variant>& a
         }
         if (C::kEach || masked) S::edit(s, p, u, contexts, pos, masked, factor);
         bool grown = false;
+#ifdef X_NORISE
+        state.m[0] = state.m[1] = 8.0f;
+#else
         if constexpr (V::kSoftmax) grown = state.rise(s, scale, by);
+#endif
         state.weigh(s, scale, [&](int j) { return V::value_scale(p.variant, u.item.request, u.item.kv_len, u.item.kv_base + pos + j, u.head); });
         return grown;
       };
@@ -694,12 +714,12 @@ __device__ __forceinline__ void consume(const Sm90Params<typename C::Variant>& a
         wgmma_wait<0>();
         free(pipe.k_empty(ks.stage));
         ks.next();
-        bool masked = kv_start + C::kTile > full_end;
-        soften(kv_start, masked);
-        settle(masked, vs);
+        const bool first = kv_start + C::kTile > full_end;
+        soften(kv_start, first);
+        settle(first, vs);
         pack();
-#pragma unroll 1
-        for (int pos = kv_start + C::kTile; pos < kv_end; pos += C::kTile) {
+        int pos = kv_start + C::kTile;
+        auto step = [&](bool masked) {
           barrier_wait(pipe.k_full(ks.stage), ks.phase);
           turn();
           scores();
@@ -709,7 +729,6 @@ __device__ __forceinline__ void consume(const Sm90Params<typename C::Variant>& a
           wgmma_wait<1>();
           free(pipe.k_empty(ks.stage));
           ks.next();
-          masked = pos + C::kTile > full_end;
           const bool grown = soften(pos, masked);
           wgmma_wait<0>();
           free(pipe.v_empty(vs.stage));
@@ -717,7 +736,12 @@ __device__ __forceinline__ void consume(const Sm90Params<typename C::Variant>& a
           if (grown) state.rescale(by);
           settle(masked, vs);
           pack();
-        }
+        };
+        // Tiles that every row sees, then the others: no question is asked in the first loop.
+#pragma unroll 1
+        for (; pos + C::kTile <= full_end; pos += C::kTile) step(false);
+#pragma unroll 1
+        for (; pos < kv_end; pos += C::kTile) step(true);
         barrier_wait(pipe.v_ready(vs.stage), vs.phase);
         values();
         wgmma_wait<0>();
