@@ -124,6 +124,20 @@ struct Sm90Pipe {
   }
 };
 
+/// 2^x, where it stands in the text.
+__device__ __forceinline__ float exp2_in_place(float x) {
+  float y;
+  asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+/// Ends a block of instructions once x is there. Within a block ptxas moves a wait for products up to its beginning, past
+/// exponentials that are to run beside the product, and puts sums right behind the exponentials that they wait for, so
+/// that one takes 14 clocks instead of 8.
+__device__ __forceinline__ void after(float x) {
+  if (__any_sync(~0u, x != x)) asm volatile("nanosleep.u32 0;");
+}
+
 template <int kCount>
 struct Ring {
   int stage = 0;
@@ -462,23 +476,101 @@ struct Sm90State {
   }
 
   /// Scores become weights.
-  template <class F>
-  __device__ __forceinline__ void weigh(float (&s)[kScores], float scale, F value) {
-    float base[2];
+  __device__ __forceinline__ void weigh(float (&s)[kScores], float scale) const {
+    if constexpr (V::kSoftmax) {
+      float base[2];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) base[h] = m[h] == neg_inf() ? 0.0f : m[h];
+      for (int h = 0; h < 2; ++h) base[h] = m[h] == neg_inf() ? 0.0f : m[h];
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) {
+#ifdef X_NOEXP
+        s[i] = fmaf(s[i], scale, -base[(i >> 1) & 1]);
+#else
+        s[i] = exp2_in_place(fmaf(s[i], scale, -base[(i >> 1) & 1]));
+#endif
+      }
+      after(s[kScores - 1]);
+    }
+  }
+
+  __device__ __forceinline__ static void add_up(const float (&s)[kScores], float (&sum)[2]) {
+    float part[2][2] = {};
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) part[(i >> 1) & 1][(i >> 2) & 1] += s[i];
+    sum[0] = part[0][0] + part[0][1], sum[1] = part[1][0] + part[1][1];
+  }
+
+  /// Weights that were taken with the maxima of the tiles before. They are right as long as they are finite, and are made
+  /// smaller, with all that came before, where a row's sum has passed 2^8; so the scores' own maximum is not needed, whose 64
+  /// instructions stand in nobody's shadow (6 % of the kernel).
+  __device__ __forceinline__ void calm(float (&s)[kScores], const float (&sum)[2]) {
+    float total[2] = {sum[0], sum[1]};
+    if (__any_sync(~0u, sum[0] > 256.0f || sum[1] > 256.0f)) {
+      float f[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        // Each row decides for itself, so that its bits do not depend on its neighbours.
+        const float top = quad_max(sum[h]);
+        const int e = top > 256.0f ? min(int(__float_as_uint(top) >> 23) - 127, 126) : 0;
+        f[h] = __uint_as_float(unsigned(127 - e) << 23);
+        m[h] += float(e), d[h] *= f[h], total[h] *= f[h];
+      }
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) s[i] *= f[(i >> 1) & 1];
+      rescale(f);
+    }
+    d[0] += total[0], d[1] += total[1];
+  }
+
+  /// Scores of a tile by plain sums over q and keys in shared memory. Rare, so short and not fast; and not inlined, as ptxas would have
+  /// products wait for each other around its loops.
+  __device__ __noinline__ static void plain_scores(float* x, const unsigned char* q, const unsigned char* keys) {
+    const int lane = threadIdx.x & 31;
+#pragma unroll 1
+    for (int i = 0; i < kScores; ++i) {
+      const int row = lane / 4 + 8 * ((i >> 1) & 1), column = 8 * (i >> 2) + 2 * (lane & 3) + (i & 1);
+      float dot = 0.0f;
+#pragma unroll 1
+      for (int e = 0; e < C::kDimQk; ++e) {
+        dot += load_one<typename C::Type>(q + (e >> 6) * C::kRows * 128 + row * 128 + ((((e >> 3) ^ row) & 7) << 4), e & 7) *
+               load_one<typename C::Type>(keys + GroupedRows<C::kDimQk>::offset(column, e >> 3), e & 7);
+      }
+      x[i] = dot;
+    }
+  }
+
+  /// The same tile with its own maxima: for scores that pass the maxima by more than 2^127 can hold, or rows that have none yet.
+  __device__ __forceinline__ void again(float (&s)[kScores], float (&sum)[2], const unsigned char* q, const unsigned char* keys, float factor) {
+    float x[kScores], top[2] = {neg_inf(), neg_inf()}, by[2];
+    plain_scores(x, q, keys);
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
-      const int h = (i >> 1) & 1;
-      if constexpr (V::kSoftmax) {
-#ifdef X_NOEXP
-        s[i] = fmaf(s[i], scale, -base[h]);
-#else
-        s[i] = exp2_fast(fmaf(s[i], scale, -base[h]));
-#endif
-        d[h] += s[i];
-      }
-      if constexpr (V::kHasValue) {
+      s[i] = x[i] * factor;
+      top[(i >> 1) & 1] = fmaxf(top[(i >> 1) & 1], s[i]);
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float next = fmaxf(m[h], quad_max(top[h]));
+      by[h] = exp2_diff(m[h], next);
+      m[h] = next, d[h] *= by[h];
+    }
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) s[i] = exp2_diff(s[i], m[(i >> 1) & 1]);
+    add_up(s, sum);
+    rescale(by);
+  }
+
+  /// Adds the weights up, and gives them the values' factors.
+  template <class F>
+  __device__ __forceinline__ void sum(float (&s)[kScores], F value) {
+    if constexpr (V::kSoftmax) {
+      float sum[2];
+      add_up(s, sum);
+      d[0] += sum[0], d[1] += sum[1];
+    }
+    if constexpr (V::kHasValue) {
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) {
         const float f = value(8 * (i >> 2) + 2 * (threadIdx.x & 3) + (i & 1));
         s[i] = s[i] == 0.0f ? 0.0f : s[i] * f;  // a weight of 0 stays 0, whatever the scale of a position that nobody sees
       }
@@ -662,7 +754,15 @@ __device__ __forceinline__ void consume(const Sm90Params<typename C::Variant>& a
         for (int i = 0; i < C::kTile / 16; ++i) wgmma<C::kType, 1>(state.o, weights[i], v_tile.at(i * C::kDimVo * 32), 1);
         wgmma_commit();
       };
+#ifdef X_TRACE
+        unsigned* trace = reinterpret_cast<unsigned*>(p.out.partial_md) + group * 512; int n_trace = 0;
+#define STAMP if (blockIdx.x == 0 && (thread & 127) == 0 && n_trace < 240 && tracing) { trace[n_trace++] = clock(); }
+#else
+#define STAMP
+#endif
+      bool tracing = false; (void)tracing;
       // Scores to weights, but for what waits until `o` is at rest.
+      constexpr bool kStale = V::kSoftmax && !C::kEach && !V::kHasOutput && !V::kHasValue;
       float by[2];
       auto soften = [&](int pos, bool masked) {
         if (flip) {
@@ -676,8 +776,12 @@ __device__ __forceinline__ void consume(const Sm90Params<typename C::Variant>& a
 #else
         if constexpr (V::kSoftmax) grown = state.rise(s, scale, by);
 #endif
-        state.weigh(s, scale, [&](int j) { return V::value_scale(p.variant, u.item.request, u.item.kv_len, u.item.kv_base + pos + j, u.head); });
+        STAMP
+        state.weigh(s, scale);
         return grown;
+      };
+      auto sum = [&](int pos) {
+        state.sum(s, [&](int j) { return V::value_scale(p.variant, u.item.request, u.item.kv_len, u.item.kv_base + pos + j, u.head); });
       };
       // Values that are not finite where a mask hides some: added to the rows that see them, then cleared for the product.
       // `at`: the stage of this tile's values.
@@ -716,23 +820,60 @@ __device__ __forceinline__ void consume(const Sm90Params<typename C::Variant>& a
         ks.next();
         const bool first = kv_start + C::kTile > full_end;
         soften(kv_start, first);
+        sum(kv_start);
         settle(first, vs);
         pack();
         int pos = kv_start + C::kTile;
         auto step = [&](bool masked) {
+#ifdef X_TRACE
+          tracing = pos >= 128 * 40;
+#endif
+          STAMP
           barrier_wait(pipe.k_full(ks.stage), ks.phase);
+          STAMP
           turn();
+          STAMP
           scores();
+          STAMP
           barrier_wait(pipe.v_ready(vs.stage), vs.phase);
+          STAMP
           values();
+          STAMP
           pass();
           wgmma_wait<1>();
+          STAMP
+          if (kStale && !masked) {
+            if (flip) {
+#pragma unroll
+              for (int i = 0; i < S::kScores; ++i) s[i] = -s[i];
+            }
+            state.weigh(s, scale);
+            STAMP
+            wgmma_wait<0>();
+            free(pipe.v_empty(vs.stage));
+            vs.next();
+            STAMP
+            float sum[2];
+            S::add_up(s, sum);
+            const float inf = __int_as_float(0x7f800000);
+            if (__any_sync(~0u, sum[0] == inf || sum[1] == inf || state.m[0] == neg_inf() || state.m[1] == neg_inf())) {
+              state.again(s, sum, shared + C::kQ + qs.stage * C::kQBytes + (group * 64 + warp * 16) * 128, shared + C::kK + ks.stage * C::kKBytes, factor);
+            }
+            free(pipe.k_empty(ks.stage));
+            ks.next();
+            state.calm(s, sum);
+            pack();
+            return;
+          }
           free(pipe.k_empty(ks.stage));
           ks.next();
           const bool grown = soften(pos, masked);
+          STAMP
           wgmma_wait<0>();
+          STAMP
           free(pipe.v_empty(vs.stage));
           vs.next();
+          sum(pos);
           if (grown) state.rescale(by);
           settle(masked, vs);
           pack();
