@@ -23,7 +23,6 @@
 #pragma once
 #include <fir/attention/finite.cuh>
 #include <fir/attention/params.cuh>
-#include <fir/attention/prefill_queue.cuh>
 
 namespace fir {
 

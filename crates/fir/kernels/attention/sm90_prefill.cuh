@@ -21,7 +21,6 @@
 #pragma once
 #include <fir/attention/finite.cuh>
 #include <fir/attention/params.cuh>
-#include <fir/attention/prefill_queue.cuh>
 #include <fir/base/mbarrier.cuh>
 #include <fir/base/tma.cuh>
 #include <fir/base/wgmma.cuh>
@@ -78,6 +77,12 @@ struct Sm90Config {
   static_assert(T::kBits == 16 && kDimQk % 64 == 0 && kDimVo % 64 == 0 && kDimVo <= kDimQk && kDimQk <= 256);
   static_assert(kTile % 64 == 0 && kQStages <= 2 && kShared <= 232448);
   static_assert(!RopeOf<Variant_, false>::kOn && !RopeOf<Variant_, true>::kOn, "rotations are decode.cuh's and plain.cuh's");
+};
+
+/// A number as a type, for lambdas.
+template <int n>
+struct Number {
+  static constexpr int value = n;
 };
 
 /// What the producer tells the others of a unit; `head` -1: there are no more.
@@ -221,9 +226,6 @@ __device__ __forceinline__ void bring_boxes(const Sm90Params<typename C::Variant
       if (lane < here) {
         const int group = int(page) * page_groups + (slot >> 3);
         to += lane * all.box_rows * dim * 2;
-#ifdef X_NOLOAD
-        if (pos >= 256) { if (lane == 0) asm volatile("mbarrier.complete_tx.shared::cta.relaxed.cta.b64 [%0], %1;" ::"r"(barrier), "r"(here * all.box_rows * dim * 2) : "memory"); return; }
-#endif
         if (group + all.box_rows / 8 <= all.groups) {
           tma_load(to, map, barrier, 0, slot & 7, 0, group, head);
         } else {
@@ -483,11 +485,7 @@ struct Sm90State {
       for (int h = 0; h < 2; ++h) base[h] = m[h] == neg_inf() ? 0.0f : m[h];
 #pragma unroll
       for (int i = 0; i < kScores; ++i) {
-#ifdef X_NOEXP
-        s[i] = fmaf(s[i], scale, -base[(i >> 1) & 1]);
-#else
         s[i] = exp2_in_place(fmaf(s[i], scale, -base[(i >> 1) & 1]));
-#endif
       }
       after(s[kScores - 1]);
     }
@@ -539,23 +537,28 @@ struct Sm90State {
     }
   }
 
+  /// Whether a row's weights were too large to be known, or there is no maximum yet that they could be taken with. What is NaN stays so.
+  __device__ __forceinline__ bool is_lost(float sum, int h) const {
+    return sum == __int_as_float(0x7f800000) || (m[h] == neg_inf() && d[h] == d[h]);
+  }
+
   /// The same tile with its own maxima: for scores that pass the maxima by more than 2^127 can hold, or rows that have none yet.
   __device__ __forceinline__ void again(float (&s)[kScores], float (&sum)[2], const unsigned char* q, const unsigned char* keys, float factor) {
     float x[kScores], top[2] = {neg_inf(), neg_inf()}, by[2];
     plain_scores(x, q, keys);
 #pragma unroll
-    for (int i = 0; i < kScores; ++i) {
-      s[i] = x[i] * factor;
-      top[(i >> 1) & 1] = fmaxf(top[(i >> 1) & 1], s[i]);
-    }
+    for (int i = 0; i < kScores; ++i) top[(i >> 1) & 1] = fmaxf(top[(i >> 1) & 1], x[i] * factor);
+    bool redo[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float next = fmaxf(m[h], quad_max(top[h]));
-      by[h] = exp2_diff(m[h], next);
+      // Each row decides for itself, so that its bits do not depend on its neighbours.
+      redo[h] = quad_max(is_lost(sum[h], h) ? 1.0f : 0.0f) > 0.0f;
+      const float next = redo[h] ? fmaxf(m[h], quad_max(top[h])) : m[h];
+      by[h] = redo[h] ? exp2_diff(m[h], next) : 1.0f;
       m[h] = next, d[h] *= by[h];
     }
 #pragma unroll
-    for (int i = 0; i < kScores; ++i) s[i] = exp2_diff(s[i], m[(i >> 1) & 1]);
+    for (int i = 0; i < kScores; ++i) s[i] = redo[(i >> 1) & 1] ? exp2_diff(x[i] * factor, m[(i >> 1) & 1]) : s[i];
     add_up(s, sum);
     rescale(by);
   }
@@ -694,9 +697,7 @@ __device__ __forceinline__ void consume(const Sm90Params<typename C::Variant>& a
   auto free = [&](unsigned barrier) {
     if (lane == 0) barrier_arrive(barrier);
   };
-#ifndef X_NOTURN
   if (group == 1) named_arrive(1, 256);
-#endif
   while (true) {
     barrier_wait(pipe.q_full(qs.stage), qs.phase);
     const Sm90Unit& u = units[qs.stage];
@@ -729,14 +730,10 @@ __device__ __forceinline__ void consume(const Sm90Params<typename C::Variant>& a
       const unsigned q_at = pipe.base + C::kQ + qs.stage * C::kQBytes + group * 64 * 128;
       const WgmmaTile q_tile(q_at, 16, 1024);
       auto turn = [&] {
-#ifndef X_NOTURN
         if (both) named_sync(1 + group, 256);
-#endif
       };
       auto pass = [&] {
-#ifndef X_NOTURN
         if (both) named_arrive(2 - group, 256);
-#endif
       };
       auto scores = [&] {
         const WgmmaTile k_tile(pipe.base + C::kK + ks.stage * C::kKBytes, 16, C::kDimQk * 16);
@@ -754,13 +751,6 @@ __device__ __forceinline__ void consume(const Sm90Params<typename C::Variant>& a
         for (int i = 0; i < C::kTile / 16; ++i) wgmma<C::kType, 1>(state.o, weights[i], v_tile.at(i * C::kDimVo * 32), 1);
         wgmma_commit();
       };
-#ifdef X_TRACE
-        unsigned* trace = reinterpret_cast<unsigned*>(p.out.partial_md) + group * 512; int n_trace = 0;
-#define STAMP if (blockIdx.x == 0 && (thread & 127) == 0 && n_trace < 240 && tracing) { trace[n_trace++] = clock(); }
-#else
-#define STAMP
-#endif
-      bool tracing = false; (void)tracing;
       // Scores to weights, but for what waits until `o` is at rest.
       constexpr bool kStale = V::kSoftmax && !C::kEach && !V::kHasOutput && !V::kHasValue;
       float by[2];
@@ -771,12 +761,7 @@ __device__ __forceinline__ void consume(const Sm90Params<typename C::Variant>& a
         }
         if (C::kEach || masked) S::edit(s, p, u, contexts, pos, masked, factor);
         bool grown = false;
-#ifdef X_NORISE
-        state.m[0] = state.m[1] = 8.0f;
-#else
         if constexpr (V::kSoftmax) grown = state.rise(s, scale, by);
-#endif
-        STAMP
         state.weigh(s, scale);
         return grown;
       };
@@ -825,38 +810,25 @@ __device__ __forceinline__ void consume(const Sm90Params<typename C::Variant>& a
         pack();
         int pos = kv_start + C::kTile;
         auto step = [&](bool masked) {
-#ifdef X_TRACE
-          tracing = pos >= 128 * 40;
-#endif
-          STAMP
           barrier_wait(pipe.k_full(ks.stage), ks.phase);
-          STAMP
           turn();
-          STAMP
           scores();
-          STAMP
           barrier_wait(pipe.v_ready(vs.stage), vs.phase);
-          STAMP
           values();
-          STAMP
           pass();
           wgmma_wait<1>();
-          STAMP
           if (kStale && !masked) {
             if (flip) {
 #pragma unroll
               for (int i = 0; i < S::kScores; ++i) s[i] = -s[i];
             }
             state.weigh(s, scale);
-            STAMP
             wgmma_wait<0>();
             free(pipe.v_empty(vs.stage));
             vs.next();
-            STAMP
             float sum[2];
             S::add_up(s, sum);
-            const float inf = __int_as_float(0x7f800000);
-            if (__any_sync(~0u, sum[0] == inf || sum[1] == inf || state.m[0] == neg_inf() || state.m[1] == neg_inf())) {
+            if (__any_sync(~0u, state.is_lost(sum[0], 0) || state.is_lost(sum[1], 1))) {
               state.again(s, sum, shared + C::kQ + qs.stage * C::kQBytes + (group * 64 + warp * 16) * 128, shared + C::kK + ks.stage * C::kKBytes, factor);
             }
             free(pipe.k_empty(ks.stage));
@@ -868,9 +840,7 @@ __device__ __forceinline__ void consume(const Sm90Params<typename C::Variant>& a
           free(pipe.k_empty(ks.stage));
           ks.next();
           const bool grown = soften(pos, masked);
-          STAMP
           wgmma_wait<0>();
-          STAMP
           free(pipe.v_empty(vs.stage));
           vs.next();
           sum(pos);
@@ -910,6 +880,7 @@ __device__ __forceinline__ void consume(const Sm90Params<typename C::Variant>& a
 
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1) prefill_sm90(const __grid_constant__ Sm90Params<typename C::Variant> all) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // dispatch knows; the text compiles for all
   extern __shared__ __align__(1024) unsigned char shared[];
   const Sm90Pipe<C> pipe{shared_address(shared)};
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
@@ -924,6 +895,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) prefill_sm90(const __grid_cons
     more_registers<232>();
     consume(all, pipe, shared, group - 1);
   }
+#endif
 }
 
 }  // namespace fir

@@ -11,6 +11,7 @@
 mod api;
 mod graph;
 mod launch;
+mod map;
 mod memory;
 
 use std::ffi::{CStr, c_char};

@@ -21,6 +21,8 @@ pub(crate) enum Kind {
     I32,
     U32,
     U64,
+    /// A [`TensorMap`].
+    Map,
     /// So many of one kind.
     Array(&'static Kind, usize),
     /// Parameters within parameters.
@@ -43,6 +45,15 @@ pub(crate) struct Field {
     pub(crate) name: &'static str,
     pub(crate) offset: usize,
     pub(crate) kind: Kind,
+}
+
+/// How the copy engine sees a tensor: the driver's bytes, which nobody else reads. All zeros on a dry run.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
+#[repr(transparent)]
+pub(crate) struct TensorMap(pub(crate) [u64; 16]);
+
+impl Scalar for TensorMap {
+    const KIND: Kind = Kind::Map;
 }
 
 /// Types that a field may have.
@@ -168,6 +179,7 @@ fn show_value(bytes: &[u8], kind: Kind, name: &dyn Fn(u64) -> String) -> String 
         Kind::I32 => (word(4) as i32).to_string(),
         Kind::U32 => word(4).to_string(),
         Kind::U64 => word(8).to_string(),
+        Kind::Map => "map".into(),
         Kind::Array(of, n) => {
             let all: Vec<_> = (0..n).map(|i| show_value(&bytes[i * of.size()..], *of, name)).collect();
             format!("[{}]", all.join(", "))

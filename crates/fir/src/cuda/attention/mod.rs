@@ -4,6 +4,7 @@
 //! |---|---|
 //! | this | [`Spec`], the table of kernels, [`Plan`] |
 //! | [`form`] | the kernels' instantiations and parameters |
+//! | [`hopper`] | those of `sm90_prefill.cuh`, and its maps of tensors |
 //! | [`hooks`] | a variant as the kernels take it |
 //! | [`list`] | the work list in the device's memory |
 //! | [`levels`] | the end of a cascade |
@@ -11,6 +12,7 @@
 
 mod form;
 mod hooks;
+mod hopper;
 pub(crate) mod levels;
 mod list;
 pub(crate) mod merge;
@@ -20,6 +22,7 @@ use std::sync::Arc;
 use self::form::{AttentionParams, Form, Instance, KvPool, KvTensor, OutParams, PlainParams, PrefillParams};
 use self::hooks::Hooks;
 use self::list::{List, Order};
+use super::arch::Arch;
 use super::call::Call;
 use super::driver::Grid;
 use super::exec::{Gpu, Kernel};
@@ -54,14 +57,16 @@ pub(crate) struct Spec {
 const ROWS: usize = 16;
 
 /// The kernels for tiles of up to [`ROWS`] rows, and for longer ones, best first.
-const CANDIDATES: [[Form; 3]; 2] =
-    [[Form::Decode, Form::Prefill, Form::Plain], [Form::Prefill, Form::Decode, Form::Plain]];
+const CANDIDATES: [[Form; 4]; 2] = [
+    [Form::Decode, Form::Hopper, Form::Prefill, Form::Plain],
+    [Form::Hopper, Form::Prefill, Form::Decode, Form::Plain],
+];
 
-/// The first kernel that takes `spec`.
-fn choose(spec: &Spec, long: bool) -> Result<Form> {
+/// The first kernel that takes `spec` on a device of `arch`.
+fn choose(spec: &Spec, arch: Arch, long: bool) -> Result<Form> {
     let mut why = Vec::new();
     for form in CANDIDATES[usize::from(long)] {
-        match form.refuses(spec) {
+        match form.refuses(spec, arch) {
             None => return Ok(form),
             Some(reason) => why.push(format!("{form:?}: {reason}")),
         }
@@ -72,7 +77,7 @@ fn choose(spec: &Spec, long: bool) -> Result<Form> {
 /// Instantiations for `fir jit build` and the tests: those of common models. A user's variant has others.
 pub(super) fn kernels() -> Vec<Source> {
     use crate::variant::{alibi, causal, custom_mask, rope_llama, sigmoid, sink, sliding_window, soft_cap, standard};
-    let arch = super::arch::Arch::HOPPER.typical().1;
+    let shared = Arch::HOPPER.typical().1;
     let spec = |q, kv, out, [dim_qk, dim_vo]: [usize; 2], variant| Spec {
         op: "kernels",
         q,
@@ -124,9 +129,15 @@ pub(super) fn kernels() -> Vec<Source> {
         let hooks = Hooks::new(&spec.variant);
         // Pages that are no multiple of a run: of the commonest problem alone.
         let common = spec.kv == bf16 && spec.dim_qk == 128 && !spec.states && spec.variant == standard();
-        for (long, runs) in [(false, true), (true, true), (false, false)] {
-            let form = choose(&spec, long).unwrap_or(Form::Plain);
-            let source = form.instance(&spec, &hooks, arch, runs || !common).source;
+        for (arch, long, runs) in [
+            (Arch::HOPPER, false, true),
+            (Arch::HOPPER, true, true),
+            (Arch::HOPPER, false, false),
+            (Arch::HOPPER, true, false),
+            (Arch::OLDEST, true, true),
+        ] {
+            let form = choose(&spec, arch, long).unwrap_or(Form::Plain);
+            let source = form.instance(&spec, &hooks, shared, runs || !common).source;
             if !all.contains(&source) {
                 all.push(source);
             }
@@ -160,6 +171,8 @@ struct Lane {
     /// Blocks that run beside each other.
     workers: usize,
     schedule: Schedule,
+    /// KV heads of all items that are taken before the next ones, where the kernel asks.
+    heads_at_once: usize,
     /// None before a batch needs it.
     loaded: Option<(Arc<Kernel>, List)>,
 }
@@ -226,7 +239,8 @@ impl Plan {
         decodes: bool,
     ) -> Result<Self> {
         let hooks = Hooks::new(&spec.variant);
-        let mut forms = vec![choose(&spec, false)?, choose(&spec, true)?];
+        let arch = gpu.properties().arch;
+        let mut forms = vec![choose(&spec, arch, false)?, choose(&spec, arch, true)?];
         forms.dedup();
         if decodes {
             forms.truncate(1);
@@ -234,7 +248,7 @@ impl Plan {
         let lane = |form: Form| {
             let instance = form.instance(&spec, &hooks, gpu.properties().shared_per_block, true);
             let workers = (gpu.properties().multiprocessors * instance.blocks) as usize;
-            Lane { instance, workers, schedule: Schedule::default(), loaded: None }
+            Lane { instance, workers, schedule: Schedule::default(), heads_at_once: kv_heads, loaded: None }
         };
         let lanes = forms.into_iter().map(lane).collect();
         let levels = spec.states.then(|| gpu.kernel(levels::source(spec.out, &hooks))).transpose()?;
@@ -276,13 +290,20 @@ impl Plan {
                 in_step: true,
             };
             let (filled, order) = match lane.instance.form {
-                Form::Prefill => (lane.schedule.fill_queue(cut, entries), Order::Queue(lane.workers)),
+                Form::Prefill | Form::Hopper => (lane.schedule.fill_queue(cut, entries), Order::Queue(lane.workers)),
                 Form::Decode | Form::Plain => (lane.schedule.fill(cut, entries), Order::Lists(lane.workers)),
             };
             filled.ok_or_else(|| {
                 Error::value(self.spec.op, "split", format!("{:?}", self.split), "at most 2^24 partial rows")
             })?;
             list.fill(&lane.schedule, batch, order)?;
+            let (mut rows, mut last) = (0, None);
+            for e in entries.iter().filter(|e| last.replace(e.request) != Some(e.request)) {
+                rows += u64::from(batch.kv_lens[e.request as usize]);
+            }
+            let many = [lane.schedule.items().len(), lane.workers];
+            lane.heads_at_once =
+                hopper::heads_at_once(&self.spec, rows, self.kv_heads, self.gpu.properties().l2_bytes, many);
         }
         Ok(())
     }
@@ -345,7 +366,7 @@ impl Plan {
         let too_many = |arg, got: usize| Error::value(op, arg, got, "at most 2^32 - 1 on CUDA");
         let num_pages = u32::try_from(pages).map_err(|_| too_many("kv", pages))?;
 
-        let rows = Rows::new(&mut call, q.0, q.1)?;
+        let (rows, tokens) = (Rows::new(&mut call, q.0, q.1)?, q.1.shape()[0]);
         let pe = match q_pe {
             Some((t, factor)) => Some((Rows::new(&mut call, "q_pe", t)?, factor)),
             None => None,
@@ -445,6 +466,9 @@ impl Plan {
         let spans = |t: KvTensor| t.page.saturating_mul(pages as u64).max(t.row.saturating_mul(rows_per_page as u64));
         let near = spans(k).max(spans(v)) < 1 << 36;
         let runs = indices == Address(0) || page_size.is_multiple_of(form::RUN as u32);
+        // `sm90_prefill.cuh` writes 16 bytes at a time.
+        let whole = aligned && [out.out.0, out.token, out.head].iter().all(|x| x % 16 == 0);
+        let boxes = hopper::Boxes::new([k, v], pages as u64, rows_per_page as u64, indices == Address(0));
         let mut tail = Vec::new();
         self.hooks.pack(&mut call, bound, &mut tail)?;
         let mut bytes = Vec::with_capacity(1024);
@@ -452,16 +476,31 @@ impl Plan {
             let Some((kernel, list)) = lane.loaded.as_ref().filter(|(_, list)| !list.is_empty()) else { continue };
             let fallback;
             let form = lane.instance.form;
+            // Maps of tensors that the copy engine does not take are not made.
+            let hopper = (form == Form::Hopper && whole && (boxes.is_some() || near))
+                .then(|| {
+                    let live = gpu.stream().map(|s| &**s.context());
+                    hopper::params(live, spec, (rows, tokens), [k, v], self.kv_heads, boxes).ok()
+                })
+                .flatten();
             let fits = match form {
                 Form::Decode => aligned && runs,
                 Form::Prefill => aligned && near,
+                Form::Hopper => hopper.is_some() && boxes.is_some(),
                 Form::Plain => true,
             };
             let (instance, kernel) = if fits {
                 (&lane.instance, kernel.clone())
             } else {
                 // Rare enough to be compiled when it is met, and not with every plan.
-                let form = if aligned && form == Form::Decode { form } else { Form::Plain };
+                let form = match form {
+                    Form::Decode if aligned => form,
+                    Form::Hopper if hopper.is_some() => form,
+                    Form::Hopper if aligned && near && Form::Prefill.refuses(spec, gpu.properties().arch).is_none() => {
+                        Form::Prefill
+                    }
+                    _ => Form::Plain,
+                };
                 fallback = form.instance(spec, &self.hooks, gpu.properties().shared_per_block, false);
                 (&fallback, gpu.kernel(fallback.source.clone())?)
             };
@@ -473,6 +512,15 @@ impl Plan {
                     count: list.count(),
                     heads: self.kv_heads as i32,
                     pad: 0,
+                })),
+                Form::Hopper => bytes.extend(hopper.iter().flat_map(|p| {
+                    let params = hopper::Sm90Params {
+                        queue,
+                        count: list.count(),
+                        heads_at_once: lane.heads_at_once as i32,
+                        ..*p
+                    };
+                    bytemuck::bytes_of(&params).to_vec()
                 })),
                 Form::Plain => {
                     let (pe, pe_factor) = pe.unwrap_or_default();
@@ -493,6 +541,9 @@ impl Plan {
             let kv = KvPool { indptr, ..common.kv };
             bytes.extend_from_slice(bytemuck::bytes_of(&AttentionParams { items: list.items(), out, kv, ..common }));
             bytes.extend_from_slice(&tail);
+            if instance.form == Form::Hopper {
+                bytes.resize(bytes.len().next_multiple_of(64), 0);
+            }
             let grid = Grid { smem: instance.smem, ..Grid::new(lane.workers as u32, instance.threads) };
             self.launch(gpu, &call, &kernel, grid, &bytes)?;
         }

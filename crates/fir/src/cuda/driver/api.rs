@@ -5,6 +5,7 @@ use std::ptr;
 use std::sync::OnceLock;
 
 use super::launch::Config;
+use super::map::Aligned;
 use crate::error::{Error, Result};
 
 /// A struct of functions that a shared library must have, all of which answer an integer.
@@ -85,6 +86,20 @@ library! {
         cuStreamEndCapture(Handle, *mut Handle);
         cuStreamSynchronize(Handle);
         cuStreamWaitEvent(Handle, Handle, u32);
+        cuTensorMapEncodeTiled(
+            *mut Aligned,
+            i32,
+            u32,
+            *mut c_void,
+            *const u64,
+            *const u64,
+            *const u32,
+            *const u32,
+            i32,
+            i32,
+            i32,
+            i32
+        );
     }
 }
 
