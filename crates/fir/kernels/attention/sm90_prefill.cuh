@@ -553,7 +553,7 @@ struct Sm90State {
     for (int h = 0; h < 2; ++h) {
       // Each row decides for itself, so that its bits do not depend on its neighbours.
       redo[h] = quad_max(is_lost(sum[h], h) ? 1.0f : 0.0f) > 0.0f;
-      const float next = redo[h] ? fmaxf(m[h], quad_max(top[h])) : m[h];
+      const float own = fmaxf(m[h], quad_max(top[h])), next = redo[h] ? own : m[h];
       by[h] = redo[h] ? exp2_diff(m[h], next) : 1.0f;
       m[h] = next, d[h] *= by[h];
     }
