@@ -86,13 +86,13 @@ fn long_requests_are_a_launch_of_their_own() {
 /// Boxes of the copy engine lie in one page; where none of 8 rows does, rows come one by one. Both are compiled beforehand.
 #[test]
 fn pages_too_small_for_a_box_are_gathered() {
-    let (d, lens) = (DType::BF16, [100, 37]);
+    let (d, lens) = (DType::BF16, [100u32, 37]);
     let (qo, kv_lens) = (Ragged::from_lens(&lens).unwrap(), Ragged::from_lens(&lens).unwrap());
     let problem = || Problem::new(8, 2, 128, d, variant::standard());
     let (q, mut out) = (zeros(d, &[137, 8, 128]), zeros(d, &[137, 8, 128]));
     let mut run = |kv: Kv<'_>| {
         let text = launches(|exec| {
-            let plan = BatchPlan::new(exec, problem(), &qo, &lens, Split::Balanced)?;
+            let plan = BatchPlan::new(exec, problem(), &qo, kv_lens.lens(), Split::Balanced)?;
             let (q, scratch, out) = (q.view(), &mut plan.scratch(), out.view_mut());
             plan.run(exec, BatchArgs { q, kv, params: &Params::new(), sm_scale: None, scratch, out, lse: None })
         });
@@ -102,12 +102,11 @@ fn pages_too_small_for_a_box_are_gathered() {
     for (size, gathered, rows) in
         [(16, false, "16"), (24, false, "8"), (256, false, "64"), (12, true, "8"), (1, true, "8")]
     {
-        let pages: Vec<usize> = lens.iter().map(|l| l.div_ceil(size) as usize).collect();
+        let pages: Vec<usize> = lens.iter().map(|&l| (l as usize).div_ceil(size)).collect();
         let indptr = vec![0, pages[0] as i32, (pages[0] + pages[1]) as i32];
         let all = pages[0] + pages[1];
-        let table =
-            PageTable::with_lens(size as usize, all, indptr, (0..all as i32).collect::<Vec<_>>(), &lens).unwrap();
-        let pool = zeros(d, &[all, 2, size as usize, 2, 128]);
+        let table = PageTable::with_lens(size, all, indptr, (0..all as i32).collect::<Vec<_>>(), &[100, 37]).unwrap();
+        let pool = zeros(d, &[all, 2, size, 2, 128]);
         let kv = Kv::Paged(PagedKv::interleaved(pool.view(), KvLayout::Nhd).unwrap(), &table);
         assert_eq!(run(kv), (gathered, rows.to_owned()), "pages of {size}");
     }
