@@ -95,6 +95,43 @@ fn many_rows_match_reference_and_have_the_bits_of_few() {
     });
 }
 
+/// Sizes that make a GPU take each of its larger tiles: as large as leaves no multiprocessor idle.
+#[cfg(feature = "cuda")]
+#[test]
+fn every_tile_of_a_gpu_matches_reference_and_has_the_bits_of_few_rows() {
+    use fir::gemm::{Block, scaled_gemm};
+    let Some(exec) = crate::support::gpu() else { return };
+    let mut rng = Rng::new(8);
+    for (m, n, k) in [(120, 4088, 72), (250, 4088, 72), (500, 4088, 136), (1000, 4088, 264), (60, 25_000, 64)] {
+        let (x, w) = (rng.tensor(DType::BF16, &[m, k]), rng.tensor(DType::BF16, &[n, k]));
+        let k8 = k.next_multiple_of(16);
+        let a = scaled::Operand::new(&mut rng, DType::E4M3, &[m, k8], Some(Block::ROW));
+        let b = scaled::Operand::new(&mut rng, DType::E4M3, &[n, k8], Some(Block::TILE));
+        let ends = [0..8, m - 8..m];
+        for to in [DType::BF16, DType::F32] {
+            let out = product(exec, &x, &w, to);
+            for rows in ends.clone() {
+                let (few, got) = (x.view().slice(0, rows.clone()).unwrap(), out.view().slice(0, rows.clone()).unwrap());
+                let what = format!("{to} {m}x{n}x{k} rows {rows:?}");
+                assert_matches(&what, got, n, |p| reference::gemm(p, few, w.view()));
+                let mut alone = Tensor::zeros(to, &[rows.len(), n]).unwrap();
+                gemm(exec, few, w.view(), alone.view_mut()).unwrap();
+                assert_eq!(got.to_f32_vec().unwrap(), alone.view().to_f32_vec().unwrap(), "{what}");
+            }
+        }
+        let mut out = Tensor::zeros(DType::BF16, &[m, n]).unwrap();
+        scaled_gemm(exec, a.view(), b.view(), out.view_mut()).unwrap();
+        for r in [0, m - 1] {
+            let (row, got) = (a.row(r), out.view().slice(0, r..r + 1).unwrap());
+            let what = format!("e4m3 {m}x{n}x{k8} row {r}");
+            assert_matches(&what, got, n, |p| reference::scaled_gemm(p, row.view(), b.view()));
+            let mut alone = Tensor::zeros(DType::BF16, &[1, n]).unwrap();
+            scaled_gemm(exec, row.view(), b.view(), alone.view_mut()).unwrap();
+            assert_eq!(got.to_f32_vec().unwrap(), alone.view().to_f32_vec().unwrap(), "{what}");
+        }
+    }
+}
+
 #[test]
 fn epilogues_match_reference() {
     every_exec(|exec| {
