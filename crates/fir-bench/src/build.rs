@@ -170,6 +170,8 @@ struct CTensor {
     dtype: i32,
 }
 
+const _: () = assert!(size_of::<CTensor>() == 24, "as FirTensor on 64-bit machines");
+
 /// Code of a type in the C ABI.
 fn code(dtype: DType) -> i32 {
     DType::ALL.iter().position(|d| *d == dtype).unwrap_or(0) as i32
@@ -196,7 +198,9 @@ impl Library {
     }
 
     /// Calls it with inputs, then outputs.
-    pub(crate) fn call(&self, inputs: &[Array], outputs: &mut [Array]) -> Result<()> {
+    ///
+    /// Inputs are borrowed for writing as well: nothing keeps a solution from it but being found out.
+    pub(crate) fn call(&self, inputs: &mut [Array], outputs: &mut [Array]) -> Result<()> {
         let shape = |a: &Array| a.shape().iter().map(|&n| n as i64).collect::<Vec<_>>();
         let shapes: Vec<Vec<i64>> = inputs.iter().chain(outputs.iter()).map(shape).collect();
         let describe = |data: *mut u8, dtype: DType, shape: &[i64]| CTensor {
@@ -206,15 +210,13 @@ impl Library {
             dtype: code(dtype),
         };
         let mut tensors = Vec::with_capacity(shapes.len());
-        for (array, shape) in inputs.iter().zip(&shapes) {
-            tensors.push(describe(array.bytes().as_ptr().cast_mut(), array.dtype(), shape));
-        }
-        for (array, shape) in outputs.iter_mut().zip(&shapes[inputs.len()..]) {
-            tensors.push(describe(array.bytes_mut().as_mut_ptr(), array.dtype(), shape));
+        for (array, shape) in inputs.iter_mut().chain(outputs).zip(&shapes) {
+            let dtype = array.dtype();
+            tensors.push(describe(array.bytes_mut().as_mut_ptr(), dtype, shape));
         }
         let mut message = [0 as c_char; 512];
-        // SAFETY: pointers are to arrays that outlive the call, with the shapes that are given; that inputs are not
-        // written is for the solution to keep, and is checked after the call.
+        // SAFETY: pointers are to arrays that are borrowed for writing until the call ends, with the shapes that are given;
+        // to stay within them is for the solution to keep, in a process made for it.
         let code = unsafe { (self.entry)(tensors.as_ptr(), tensors.len(), message.as_mut_ptr(), message.len()) };
         if code == 0 {
             return Ok(());

@@ -1,5 +1,6 @@
 //! Whether outputs are right: errors within tolerances, and distributions for samplers.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 
 use serde_json::{Map, json};
@@ -107,6 +108,48 @@ pub fn compare_all(definition: &Definition, got: &[Array], want: &[Array], toler
         }
         _ => Verdict::Right(correctness),
     }
+}
+
+/// Share of a row's indices that must be the reference's: of scores in fp8, which of two is the larger at the end of the row is
+/// a matter of rounding.
+const SAME_INDICES: f64 = 0.99;
+
+/// Compares rows of chosen indices as sets, in any order; a negative index is none.
+pub fn compare_indices(definition: &Definition, got: &[Array], want: &[Array]) -> Verdict {
+    let correctness = |extra: f64| Correctness {
+        max_relative_error: 0.0,
+        max_absolute_error: 0.0,
+        extra: Some(Map::from_iter([("matched_ratio".into(), json!(extra))])),
+    };
+    let mut worst = 1f64;
+    for ((name, _), (g, w)) in definition.outputs().iter().zip(got.iter().zip(want)) {
+        let row = w.shape().last().copied().unwrap_or(1).max(1);
+        for r in 0..w.len() / row {
+            let set =
+                |a: &Array| (r * row..(r + 1) * row).map(|i| a.integer(i)).filter(|i| *i >= 0).collect::<Vec<_>>();
+            let (drawn, wanted) = (set(g), set(w).into_iter().collect::<HashSet<_>>());
+            let distinct: HashSet<i64> = drawn.iter().copied().collect();
+            if distinct.len() != drawn.len() {
+                return Verdict::Wrong(correctness(0.0), format!("output `{name}`, row {r}: an index is there twice"));
+            }
+            if distinct.len() != wanted.len() {
+                let why = format!("output `{name}`, row {r}: {} indices, not {}", distinct.len(), wanted.len());
+                return Verdict::Wrong(correctness(0.0), why);
+            }
+            let share = if wanted.is_empty() {
+                1.0
+            } else {
+                distinct.intersection(&wanted).count() as f64 / wanted.len() as f64
+            };
+            worst = worst.min(share);
+            if share < SAME_INDICES {
+                let why =
+                    format!("output `{name}`, row {r}: {:.2} % of its indices are the reference's", share * 100.0);
+                return Verdict::Wrong(correctness(share), why);
+            }
+        }
+    }
+    Verdict::Right(correctness(worst))
 }
 
 /// What a sampler should draw from: probabilities of the tokens that pass, and which pass at all.
@@ -229,6 +272,22 @@ mod tests {
         let inf = compare(&array(&[100.0, 0.001, f32::INFINITY, f32::NEG_INFINITY]), &want, STRICT);
         assert!(inf.matched == 0.75 && inf.absolute.is_infinite() && inf.relative.is_infinite());
         assert_eq!(compare(&array(&[]), &array(&[]), STRICT).matched, 1.0);
+    }
+
+    #[test]
+    fn indices_are_compared_as_sets() {
+        let d = Definition::from_value(&json!({
+            "name": "dsa_topk_indexer_x", "op_type": "dsa_paged", "axes": {"b": {"type": "var"}, "k": {"type": "const", "value": 4}},
+            "inputs": {}, "outputs": {"ids": {"shape": ["b", "k"], "dtype": "int32"}}, "reference": "def run():\n    pass\n",
+        }))
+        .unwrap();
+        let ids = |x: &[i32]| vec![Array::from_bytes(DType::Int32, &[2, 4], bytemuck::cast_slice(x)).unwrap()];
+        let want = ids(&[1, 2, 3, 4, 7, 9, -1, -1]);
+        let right = |x: &[i32]| matches!(compare_indices(&d, &ids(x), &want), Verdict::Right(_));
+        assert!(right(&[4, 3, 2, 1, -1, 9, -1, 7]));
+        assert!(!right(&[4, 3, 2, 5, -1, 9, -1, 7]));
+        assert!(!right(&[4, 3, 2, 1, -1, 9, 9, 7]));
+        assert!(!right(&[4, 3, 2, 1, -1, 9, -1, -1]));
     }
 
     fn sampler(vocab: usize, top_k: i64, top_p: f32) -> Vec<Ready> {

@@ -13,10 +13,10 @@
 use std::collections::{BTreeMap, HashMap};
 use std::fs;
 use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 
 use crate::error::{Error, Result};
-use crate::schema::{Definition, Solution, Trace, Workload};
+use crate::schema::{Definition, Input, Solution, Trace, Workload};
 
 /// Errors that still count as right, where nothing else is said.
 pub const TOLERANCE: f64 = 1e-2;
@@ -277,6 +277,27 @@ impl TraceSet {
         };
         let folder = Path::new("solutions").join(folder_name(solution.author())?).join(folder_name(op_type)?);
         Ok(folder.join(folder_name(definition)?).join(format!("{}.json", folder_name(solution.name())?)))
+    }
+
+    /// Copies the files that workloads name into another folder, where it does not have them; how many.
+    ///
+    /// Files that are absent here, or named by a path that leaves the folder, stay where they are.
+    pub fn copy_blobs(&self, to: impl AsRef<Path>) -> Result<usize> {
+        let all = self.workloads.values().chain(self.traces.values()).flatten();
+        let inputs = all.flat_map(|t| t.workload().inputs().iter().map(|(_, input)| input));
+        let mut copied = 0;
+        for input in inputs {
+            let Input::Safetensors { path, .. } = input else { continue };
+            let path = Path::new(path);
+            let inside = path.components().all(|c| matches!(c, Component::Normal(_) | Component::CurDir));
+            let (from, to) = (self.root.join(path), to.as_ref().join(path));
+            if inside && from.is_file() && !to.exists() {
+                make_parent(&to)?;
+                fs::copy(&from, &to).map_err(Error::io(&from))?;
+                copied += 1;
+            }
+        }
+        Ok(copied)
     }
 
     /// Takes in another set. What has the same name must be the same; traces and workloads that are there already are not

@@ -118,7 +118,6 @@ fn tokens_of(indptr: &[i32], lens: &[i32], page_size: usize, what: Lens) -> Vec<
 }
 
 /// A value of a variant's parameter, held for a call.
-#[expect(clippy::large_enum_variant, reason = "one, on the stack of one call")]
 enum Value {
     F32(f32),
     I32(i32),

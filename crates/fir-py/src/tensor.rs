@@ -34,8 +34,8 @@ pub(crate) struct Arg {
     start: usize,
     /// What `foreign` looks at again when it is dropped, unless another library keeps that.
     _descriptor: Option<Box<DlManagedTensorVersioned>>,
-    /// The tensor before it was taken for one of another type.
-    _before: Option<Foreign>,
+    /// The tensor before it was taken for one of another type, with the descriptor that it looks at when it is dropped.
+    _before: Option<Box<Arg>>,
     /// Whose CUDA stream it is computed on.
     stream: Stream,
 }
@@ -290,7 +290,7 @@ impl Arg {
         };
         // SAFETY: the memory is that of `self`, whose owner stays in `_before`; any byte is a value of these types.
         let taken = unsafe { Self::borrowed(tensor, self.foreign.is_read_only(), self.stream) }?;
-        Ok(Self { _before: Some(self.foreign), ..taken })
+        Ok(Self { _before: Some(Box::new(self)), ..taken })
     }
 
     /// Address of the first element and length up to the last, in bytes; none if there is none.

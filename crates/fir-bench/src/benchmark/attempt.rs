@@ -10,7 +10,7 @@ use super::{Bench, Job, Trial, median};
 use crate::array::{Array, Roll};
 use crate::build::{self, AxisFacts};
 use crate::error::{Error, Result};
-use crate::evaluate::{Target, Verdict, compare_all};
+use crate::evaluate::{Target, Verdict, compare_all, compare_indices};
 use crate::inputs::Ready;
 use crate::schema::{Correctness, Environment, Evaluation, Performance, Solution, Status, TensorSpec};
 use crate::worker::{Ended, Limits, Worker};
@@ -109,6 +109,9 @@ impl Bench<'_> {
         let verdict = match custom {
             Some(custom) => custom(job.definition, inputs, got, &trial.want[which], job.plan.tolerance),
             None if sampling => allowed(inputs, got),
+            None if job.definition.name().starts_with("dsa_topk_indexer") => {
+                compare_indices(job.definition, got, &trial.want[which])
+            }
             None => compare_all(job.definition, got, &trial.want[which], job.plan.tolerance),
         };
         let (correctness, wrong) = match verdict {

@@ -149,7 +149,7 @@ impl Native {
         &self,
         prepared: &mut Option<Prepared<'_>>,
         names: &[&str],
-        args: &[Array],
+        args: &mut [Array],
         outs: &mut [Array],
     ) -> Result<()> {
         match (&self.code, prepared) {
@@ -169,7 +169,7 @@ impl Native {
         let originals = args.clone();
         let mut outs = poisoned(specs)?;
         let begin = Instant::now();
-        self.call(&mut prepared, &names, &args, &mut outs)?;
+        self.call(&mut prepared, &names, &mut args, &mut outs)?;
         let ms = begin.elapsed().as_secs_f64() * 1e3;
         store(&outs, &q["files"])?;
         Ok(json!({"outputs": described(&outs), "edited": edited(&names, &args, &originals), "ms": ms}))

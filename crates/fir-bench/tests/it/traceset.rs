@@ -154,6 +154,24 @@ fn merging_adds_what_is_new_and_refuses_what_differs() {
 }
 
 #[test]
+fn files_of_workloads_are_copied_and_stay_inside() {
+    let (from, to) = (support::folder("blobs_from"), support::folder("blobs_to"));
+    std::fs::create_dir_all(from.join("blob/a")).unwrap();
+    std::fs::write(from.join("blob/a/x.safetensors"), "x").unwrap();
+    std::fs::write(from.join("../outside.safetensors"), "x").unwrap();
+    let mut set = TraceSet::new(&from);
+    set.add_definition(Definition::from_value(&support::definition()).unwrap()).unwrap();
+    for path in ["./blob/a/x.safetensors", "./blob/absent.safetensors", "../outside.safetensors"] {
+        let w = json!({"definition": "scale_h8", "workload": {"axes": {"batch": 1}, "uuid": path, "inputs": {
+            "x": {"type": "safetensors", "path": path, "tensor_key": "x"}}}});
+        set.add_trace(Trace::from_value(&w).unwrap()).unwrap();
+    }
+    assert_eq!(set.copy_blobs(&to).unwrap(), 1);
+    assert_eq!(set.copy_blobs(&to).unwrap(), 0);
+    assert!(to.join("blob/a/x.safetensors").exists());
+}
+
+#[test]
 fn names_do_not_leave_the_folder() {
     let mut set = TraceSet::new("x");
     let mut hostile = support::definition();

@@ -216,7 +216,9 @@ pub(crate) fn run(options: &Options, out: &mut impl Write) -> Result<bool> {
         Command::Merge { folders, output } => {
             let mut merged = TraceSet::new(output);
             for folder in folders {
-                let new = merged.merge(TraceSet::load(folder)?).with_context(|| folder.display().to_string())?;
+                let set = TraceSet::load(folder)?;
+                set.copy_blobs(output)?;
+                let new = merged.merge(set).with_context(|| folder.display().to_string())?;
                 writeln!(out, "{}: {new} new", folder.display())?;
             }
             merged.save(output)?;

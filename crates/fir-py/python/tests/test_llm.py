@@ -14,16 +14,14 @@ from conftest import checkout
 import fir
 from fir import SamplingParams, StructuredOutputsParams
 
-pytestmark = pytest.mark.cpu
 MODEL = checkout() / "crates/fir-engine/tests/golden/llama"
+pytestmark = [pytest.mark.cpu, pytest.mark.skipif(not MODEL.exists(), reason="the engine's models are not here")]
 SMALL = dict(memory=64 << 20, max_seqs=4, drafts=0)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 
 
 @pytest.fixture(scope="module")
 def llm():
-    if not MODEL.exists():
-        pytest.skip(f"no {MODEL}")
     with fir.LLM(MODEL, **SMALL) as model:
         yield model
 

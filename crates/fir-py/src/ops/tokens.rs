@@ -158,7 +158,6 @@ impl Standing {
 }
 
 /// Where angles come from: a `Rope`, or `(table, interleave)`.
-#[expect(clippy::large_enum_variant, reason = "one, on the stack of one call")]
 enum Turning {
     Rope(Rope),
     Cache(Arg, bool),
