@@ -4,7 +4,7 @@
 use std::path::PathBuf;
 
 use fir_bench::apply::{Op, Policy, Table, enable};
-use fir_bench::benchmark::{self, Config, Event};
+use fir_bench::benchmark::{self, Config, Evaluating, Event};
 use fir_bench::ops::solution_for;
 use fir_bench::schema::{Definition, Solution, Trace, Workload};
 use fir_bench::{TraceSet, report};
@@ -111,7 +111,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     }))?;
     let own = solution_for(&definition)?;
     set.add_definition(definition)?;
-    for batch in [1u64, 64, 2048] {
+    for batch in [1u64, 64, 1024] {
         let workload = Workload::from_value(&json!({"axes": {"batch_size": batch}, "uuid": format!("batch-{batch}"),
             "inputs": {"hidden_states": {"type": "random"}, "weight": {"type": "random"}}}))?;
         set.add_trace(Trace::of_workload("rmsnorm_h4096", &workload)?)?;
@@ -137,6 +137,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     // Measured.
     let mut config = Config::new(python, vec![std::env::current_exe()?.into(), "worker".into()]);
     config.device = device;
+    config.evaluating = Evaluating { warmup_runs: Some(5), iterations: Some(20), ..Evaluating::default() };
     benchmark::run(&mut set, &config, &mut |event| match event {
         Event::Done { trace, .. } => {
             let evaluation = trace.evaluation();
@@ -166,7 +167,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         op = op.solution(solution.name(), Box::new(move || name.clone()));
     }
     let _on = enable(Table::new(&set, &Policy::default()));
-    for batch in [1, 64, 2048, 4096] {
+    for batch in [1, 64, 1024, 4096] {
         println!("apply: a batch of {batch} runs {}", op.pick(&[batch])());
     }
     Ok(())

@@ -169,8 +169,12 @@ impl Target {
     /// The target of row `row`, by the definition's inputs `probs`, `top_k` and `top_p`.
     pub(crate) fn new(inputs: &[Ready], row: usize) -> Option<Self> {
         let find = |name: &str| inputs.iter().find(|i| i.name == name).map(|i| &i.array);
-        let probs = find("probs")?;
+        let probs = find("probs").filter(|p| p.dtype() == DType::Float32)?;
         let vocab = *probs.shape().last()?;
+        let given = ["top_k", "top_p"].iter().all(|name| find(name).is_none_or(|a| row < a.len()));
+        if vocab == 0 || row >= probs.len() / vocab || !given {
+            return None;
+        }
         let mut order: Vec<usize> = (0..vocab).collect();
         let weight = |i: usize| f64::from(probs.typed::<f32>()[row * vocab + i]);
         order.sort_by(|a, b| weight(*b).total_cmp(&weight(*a)));

@@ -153,7 +153,7 @@ fn speed_plot(lines: &[Line<'_>]) -> String {
             "<path d=\"{path}\" fill=\"none\" stroke=\"{color}\" stroke-width=\"2\"><title>{name}</title></path>"
         );
     }
-    svg.push_str("</svg><p>");
+    svg.push_str("</svg><p>Share of workloads that are at least so many times as fast as the reference.</p><p>");
     for (line, color) in lines.iter().zip(COLORS.iter().cycle()) {
         let _ = write!(svg, "<span style=\"color:{color}\">■</span> {} &nbsp; ", escaped(line.solution));
     }

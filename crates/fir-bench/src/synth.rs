@@ -98,7 +98,9 @@ fn structure(
         let mut at = 0;
         for (i, len) in lens.enumerate() {
             at += len;
-            array.set(i + 1, at as f64);
+            if i + 1 < array.len() {
+                array.set(i + 1, at as f64);
+            }
         }
     };
     let axis = |name: &str| definition.axis(name, axes).unwrap_or(1);
@@ -121,7 +123,7 @@ fn structure(
             for i in (1..ids.len()).rev() {
                 ids.swap(i, rng.integer(0, i as i64 + 1) as usize);
             }
-            (0..array.len()).for_each(|i| array.set(i, ids[i] as f64));
+            (0..array.len()).for_each(|i| array.set(i, ids.get(i).copied().unwrap_or(0) as f64));
             return Ok(Some(array));
         }
         "kv_last_page_len" => {
@@ -133,7 +135,7 @@ fn structure(
         }
         "seq_lens" => {
             let most = axis("max_num_pages") * page;
-            (0..array.len()).for_each(|i| array.set(i, (most - i as u64 * page / 2) as f64));
+            (0..array.len()).for_each(|i| array.set(i, most.saturating_sub(i as u64 * page / 2) as f64));
             return Ok(Some(array));
         }
         "sparse_indices" => axis("num_pages") * page,
@@ -150,7 +152,7 @@ fn structure(
     // States belong to one request each; other indices may repeat.
     let unique = name.contains("state");
     for i in 0..array.len() {
-        let x = if unique { (i as u64 + 1) % below } else { rng.integer(0, below as i64) as u64 };
+        let x = if unique { (i as u64 + 1) % below.max(1) } else { rng.integer(0, below as i64) as u64 };
         array.set(i, x as f64);
     }
     Ok(Some(array))

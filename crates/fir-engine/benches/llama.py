@@ -145,7 +145,8 @@ def needle(path, prompts):
             if lib.llama_vocab_is_eog(vocab, token):
                 break
             text = ctypes.create_string_buffer(64)
-            said += text.raw[: max(lib.llama_token_to_piece(vocab, token, text, 64, 0, False), 0)]
+            length = lib.llama_token_to_piece(vocab, token, text, 64, 0, False)
+            said += text.raw[: max(length, 0)]
             context.run([(token, len(prompt) + i, 0, True)])
             row = 0
         context.free()

@@ -130,8 +130,14 @@ impl Bench<'_> {
     /// Whether a sampler draws what it should: many draws of two rows, in parts of equal mass.
     fn draw(&self, job: &Job<'_>, trial: &Trial, a: &mut Attempt<'_>) -> std::result::Result<(), Failed> {
         let broken = |e: Error| (Status::RuntimeError, e.to_string());
-        let probs = &trial.inputs[0].array;
-        let (batch, vocab) = (probs.shape()[0], probs.shape().last().copied().unwrap_or(1));
+        let probs = trial.inputs.iter().find(|i| i.name == "probs").map(|i| i.array.shape());
+        let (Some(&[batch, vocab]), [(_, drawn)]) = (probs, job.definition.outputs()) else {
+            let why = "a sampler has an input `probs` of two axes and one output".to_owned();
+            return Err((Status::RuntimeError, why));
+        };
+        if batch == 0 || vocab == 0 {
+            return Ok(());
+        }
         let rows = batch.min(2);
         // As many rows to a call as 64 MiB of probabilities have.
         let tile = ((64 << 20) / (vocab * 4)).clamp(1, job.plan.draws).next_multiple_of(rows);
@@ -140,7 +146,7 @@ impl Bench<'_> {
             .iter()
             .map(|input| {
                 let mut shape = input.array.shape().to_vec();
-                if shape.first() != Some(&batch) {
+                if shape.first() != Some(&batch) || input.array.is_empty() {
                     return Ok(input.clone());
                 }
                 shape[0] = tile;
@@ -155,7 +161,7 @@ impl Bench<'_> {
             .map_err(broken)?;
         let specs = self.session.write(&tiled).map_err(broken)?;
         let file = self.session.file("out");
-        let dtype = job.definition.outputs()[0].1.dtype;
+        let dtype = drawn.dtype;
         let question = json!({
             "op": "run", "inputs": specs, "roll": [0, 0], "files": [file], "outputs": [{"dtype": dtype.name(), "shape": [tile]}],
         });

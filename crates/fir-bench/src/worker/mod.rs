@@ -42,6 +42,7 @@ impl Session {
         // Tensors are best kept in memory.
         let shm = Path::new("/dev/shm");
         let base = if shm.is_dir() { shm.to_owned() } else { std::env::temp_dir() };
+        remove_orphans(&base);
         let name = format!("fir-bench-{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
         let folder = base.join(name);
         fs::create_dir_all(&folder).map_err(Error::io(&folder))?;
@@ -74,6 +75,17 @@ impl Session {
             Ok(spec)
         };
         Ok(Value::Array(inputs.iter().map(one).collect::<Result<_>>()?))
+    }
+}
+
+/// Removes folders of processes that were killed before they could.
+fn remove_orphans(base: &Path) {
+    for entry in fs::read_dir(base).into_iter().flatten().flatten() {
+        let name = entry.file_name();
+        let pid = name.to_str().and_then(|n| n.strip_prefix("fir-bench-")?.split('-').next()?.parse::<u32>().ok());
+        if pid.is_some_and(|pid| Path::new("/proc/self").exists() && !Path::new(&format!("/proc/{pid}")).exists()) {
+            let _ = fs::remove_dir_all(entry.path());
+        }
     }
 }
 
