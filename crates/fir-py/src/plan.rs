@@ -13,7 +13,7 @@ use fir::variant::{ParamType, Params};
 use fir::{DType, Error, Exec};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyDict, PyInt};
 
 use crate::error::to_py;
 use crate::ops::run;
@@ -74,7 +74,7 @@ impl Table {
             let tokens = tokens_of(&indptr, &lens, page_size, what);
             let most = tokens.iter().zip(&*indptr).fold(-1, |most, (&n, &first)| {
                 let used = ids.get(first as usize..).unwrap_or(&[]);
-                used[..used.len().min(n.div_ceil(page_size.max(1)))].iter().fold(most, |most, &id| most.max(id))
+                largest(&used[..used.len().min(n.div_ceil(page_size.max(1)))], most)
             });
             let pages = usize::try_from(i64::from(most) + 1).unwrap_or(0);
             let (indptr, ids) = (indptr.into_owned(), ids.into_owned());
@@ -105,6 +105,25 @@ impl Table {
         let table = PageTable::on_device(gpu, page_size, 1, &indptr, view, &lens).map_err(to_py)?;
         Ok(Self { table, _ids: Some((ids, indices.clone().unbind())) })
     }
+}
+
+/// The largest of `most` and the ids. For AVX2 too, as x86-64 alone has no maximum of integers: 6 of 32 µs of a plan with
+/// 32768 ids.
+fn largest(ids: &[i32], most: i32) -> i32 {
+    #[inline(always)]
+    fn of(ids: &[i32], most: i32) -> i32 {
+        ids.iter().fold(most, |most, &id| most.max(id))
+    }
+    #[cfg(target_arch = "x86_64")]
+    if is_x86_feature_detected!("avx2") {
+        #[target_feature(enable = "avx2")]
+        fn wide(ids: &[i32], most: i32) -> i32 {
+            of(ids, most)
+        }
+        // SAFETY: this CPU has AVX2.
+        return unsafe { wide(ids, most) };
+    }
+    of(ids, most)
 }
 
 /// Tokens of each request; 0 for what is wrong, which the table itself refuses.
@@ -369,11 +388,15 @@ impl BatchPlan {
 
 /// Offsets of query tokens, or the same number for each request.
 fn queries(qo: &Bound<'_, PyAny>, batch: usize) -> PyResult<Ragged> {
-    match qo.extract::<u32>() {
-        Ok(1) => Ragged::ones(batch).map_err(to_py),
-        Ok(n) => Ragged::from_lens(&vec![n; batch]).map_err(to_py),
-        Err(_) => ragged(&qo.extract()?, "qo_indptr"),
+    // Asking a tensor of offsets for one number costs 4 µs, the exception being made.
+    if !qo.is_instance_of::<PyInt>() {
+        return ragged(&qo.extract()?, "qo_indptr");
     }
+    match qo.extract::<u32>()? {
+        1 => Ragged::ones(batch),
+        n => Ragged::from_lens(&vec![n; batch]),
+    }
+    .map_err(to_py)
 }
 
 /// A batch with shared prefixes, level by level.

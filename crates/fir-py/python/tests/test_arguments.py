@@ -9,7 +9,6 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import Pages, attention, visible
 
 import fir.flashinfer as fi
 from fir.flashinfer.check import table
@@ -614,7 +613,6 @@ def test_refusals():
         called("norm.fused_qk_rmsnorm_rope", {**CASES["norm.fused_qk_rmsnorm_rope"][0](), "num_frame_channels": 20})
     with pytest.raises(ValueError, match="multiple of"):
         called("norm.fused_qk_rmsnorm_rope", {**CASES["norm.fused_qk_rmsnorm_rope"][0](), "ppf": 5})
-    assert visible(1, 1).all() and Pages([1], 1, 1, 8, F32).page == 1 and attention is not None
 
 
 def test_exchanged_weights_are_kept_and_made_anew():

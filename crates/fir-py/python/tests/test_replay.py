@@ -1,10 +1,9 @@
 """What vLLM and SGLang call on a Hopper GPU, in their words, with their shapes; and what they ask before."""
 
 import functools
-import importlib.metadata
-import importlib.util
 import json
 import math
+import os
 import struct
 import subprocess
 import sys
@@ -48,7 +47,7 @@ import flashinfer
 assert flashinfer.__version__ == "0.6.17" and flashinfer is importlib.import_module("fir.flashinfer")
 from flashinfer import (BatchAttentionWithAttentionSinkWrapper, BatchDecodeWithPagedKVCacheWrapper,
     BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper, MultiLevelCascadeAttentionWrapper)
-from flashinfer.decode import fast_decode_plan, trtllm_batch_decode_with_kv_cache, _get_range_buf
+from flashinfer.decode import fast_decode_plan, trtllm_batch_decode_with_kv_cache
 from flashinfer.prefill import trtllm_batch_context_with_kv_cache
 from flashinfer.utils import FP4Tensor
 from flashinfer.cascade import merge_state
@@ -63,7 +62,6 @@ import flashinfer.fused_moe.core, flashinfer.jit.attention, flashinfer.rope, fla
 with autotune(): pass
 assert callable(flashinfer.top_k) and callable(flashinfer.topk)
 """
-    code = code.replace(", _get_range_buf", "")
     env = None
     if way == "install":
         code = code.replace("START", "import importlib, fir.flashinfer; fir.flashinfer.install()")
@@ -71,8 +69,6 @@ assert callable(flashinfer.top_k) and callable(flashinfer.topk)
         pth = checkout() / "crates/fir-py/data/purelib/fir_as_flashinfer.pth"
         (tmp_path / pth.name).write_text(pth.read_text())
         code = code.replace("START", f"import importlib, site, sys; site.addsitedir({str(tmp_path)!r}); assert 'torch' not in sys.modules")
-        import os
-
         env = {**os.environ, "FIR_AS_FLASHINFER": "1"}
     subprocess.run([sys.executable, "-c", code], check=True, env=env)
     if way == "pth":
