@@ -285,7 +285,8 @@ impl Plan {
         let lane = |form: Form| {
             let instance = form.instance(&spec, &hooks, properties.shared_per_block, true);
             let workers = (properties.multiprocessors * instance.blocks / form.cluster()).max(1) as usize;
-            let mut lane = Lane { instance, workers, team: 1, schedule: Schedule::default(), loaded: None, merge: None };
+            let mut lane =
+                Lane { instance, workers, team: 1, schedule: Schedule::default(), loaded: None, merge: None };
             if form != Form::Prefill {
                 lane.team = lane.cut(kv_heads, spec.group, split).team();
             }
