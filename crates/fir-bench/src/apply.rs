@@ -27,7 +27,6 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Once, PoisonError, RwLock};
 
-use crate::error::Result;
 use crate::schema::Definition;
 use crate::traceset::{TOLERANCE, TraceSet};
 
@@ -246,11 +245,6 @@ pub fn current() -> Option<Arc<Table>> {
         return None;
     }
     STACK.read().unwrap_or_else(PoisonError::into_inner).last().map(|(_, table)| table.clone())
-}
-
-/// The solution for a call, by the table on top.
-pub fn choose(definition: &str, axes: &[u64]) -> Result<Option<String>> {
-    Ok(current().and_then(|table| table.choose(definition, axes).map(|c| c.solution().to_owned())))
 }
 
 /// An operation with its implementations, of which the table chooses.

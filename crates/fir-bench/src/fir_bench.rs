@@ -22,7 +22,11 @@ impl Tensor {
     /// # Safety
     /// It came from the benchmark's call, which is still running.
     pub unsafe fn shape(&self) -> &[i64] {
-        if self.rank == 0 { &[] } else { unsafe { std::slice::from_raw_parts(self.shape, self.rank as usize) } }
+        if self.rank == 0 {
+            return &[];
+        }
+        // SAFETY: the benchmark gives `rank` dimensions, which live as long as its call.
+        unsafe { std::slice::from_raw_parts(self.shape, self.rank as usize) }
     }
 
     /// Its elements.
@@ -30,7 +34,9 @@ impl Tensor {
     /// # Safety
     /// As for `shape`; `T` is its element type, and nothing writes it meanwhile.
     pub unsafe fn get<T>(&self) -> &[T] {
+        // SAFETY: as the caller promises.
         let len = unsafe { self.shape() }.iter().product::<i64>() as usize;
+        // SAFETY: so many elements are there, of the type that the caller names.
         unsafe { std::slice::from_raw_parts(self.data.cast(), len) }
     }
 
@@ -40,7 +46,9 @@ impl Tensor {
     /// As for `get`, and nothing else reads or writes it meanwhile.
     #[allow(clippy::mut_from_ref)]
     pub unsafe fn get_mut<T>(&self) -> &mut [T] {
+        // SAFETY: as the caller promises.
         let len = unsafe { self.shape() }.iter().product::<i64>() as usize;
+        // SAFETY: so many elements are there, of the type that the caller names, and nobody else looks at them.
         unsafe { std::slice::from_raw_parts_mut(self.data.cast(), len) }
     }
 }

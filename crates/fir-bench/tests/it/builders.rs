@@ -12,8 +12,10 @@ use fir_bench::Tensor;
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn run(args: *const Tensor, count: usize, _message: *mut u8, _room: usize) -> i32 {
+    // SAFETY: the benchmark passes `count` tensors.
     let args = unsafe { std::slice::from_raw_parts(args, count) };
     let [x, factor, y] = args else { return 1 };
+    // SAFETY: their types are the definition's, and the last is written by nobody else.
     let (x, factor, y) = unsafe { (x.get::<f32>(), factor.get::<f32>()[0], y.get_mut::<f32>()) };
     for (y, x) in y.iter_mut().zip(x) {
         *y = x * factor;

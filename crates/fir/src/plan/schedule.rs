@@ -54,6 +54,13 @@ impl Entry {
             partial,
         }
     }
+
+    /// The merges of its heads, whose partial results, `rows` each, lie from `first` on: all heads of a part together.
+    fn merges(&self, heads: u32, [first, rows]: [u32; 2], parts: u32) -> impl Iterator<Item = Merge> {
+        let Self { request, q_start, q_len, .. } = *self;
+        let stride = heads * rows;
+        (0..heads).map(move |head| Merge { request, q_start, q_len, head, first: first + head * rows, stride, parts })
+    }
 }
 
 /// Of which request a query token is, and where in it. Lengths are of the whole request, cascade levels together.
@@ -331,15 +338,7 @@ impl Schedule {
             }
             if parts > 0 {
                 // Nothing else was cut in between: its parts are neighbours.
-                self.merges.extend((0..heads).map(|head| Merge {
-                    request: e.request,
-                    q_start: e.q_start,
-                    q_len: e.q_len,
-                    head,
-                    first: first + head * rows,
-                    stride: heads * rows,
-                    parts,
-                }));
+                self.merges.extend(e.merges(heads, [first, rows], parts));
             }
         }
         self.bounds.resize(most as usize + 1, self.items.len() as u32);
@@ -397,15 +396,7 @@ impl Schedule {
                 }
             }
             if parts > 1 {
-                self.merges.extend((0..heads).map(|head| Merge {
-                    request: e.request,
-                    q_start: e.q_start,
-                    q_len: e.q_len,
-                    head,
-                    first: first + head * rows,
-                    stride: heads * rows,
-                    parts,
-                }));
+                self.merges.extend(e.merges(heads, [first, rows], parts));
             }
         }
         // Equal shares by cost, at item borders; then neighbours that differ only by the head become one.
