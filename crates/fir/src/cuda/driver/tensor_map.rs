@@ -69,6 +69,7 @@ impl Context {
                 return Err(Error::DType { op: "tensor map", arg: "dtype", got: dtype.name(), want });
             }
         };
+        let _current = self.enter()?;
         let mut map = Aligned(TensorMap([0; 16]));
         let ones = [1u32; 5];
         let address = std::ptr::with_exposed_provenance_mut::<c_void>(start as usize);
