@@ -24,8 +24,8 @@ __device__ __forceinline__ bool not_finite(const uint4& x) {
   return (not_finite<T>(x.x) | not_finite<T>(x.y) | not_finite<T>(x.z) | not_finite<T>(x.w)) != 0;
 }
 
-/// A tile of `kRows` value rows in shared memory, swizzled, and their block scales (E2m1 alone).
-template <class T, int kRows, int kChunks>
+/// A tile of `kRows` value rows in shared memory, and their block scales (E2m1 alone). `Rows` says where a row's chunks are.
+template <class T, int kRows, int kChunks, class Rows = SwizzledRows<kChunks>>
 struct ValueTile {
   static_assert(kChunks <= 32);
   static constexpr int kScales = T::kBits == 4 ? 2 * kChunks : 0;
@@ -63,7 +63,6 @@ struct ValueTile {
   /// (mma.cuh), `weight(x, i, h, j)` what a score of x weighs in row h of tile i at position j.
   template <int kM, int kOut, class F>
   __device__ __forceinline__ void add(float* o, const float* s, F weight) const {
-    using Rows = SwizzledRows<kChunks>;
     constexpr int kN = kRows / 8;
     // Indexed as the kernel runs, so in local memory: unrolled for registers, this would be half of a kernel's text.
     float sum[kM * kOut * 4], score[kM * kN * 4];
@@ -78,7 +77,7 @@ struct ValueTile {
       if constexpr (T::kBits == 4) {
         if (lane < kScales) any = not_finite<E4m3>(scales[j * kScales + lane]) != 0;
       } else {
-        if (lane < kChunks) any = not_finite<T>(*reinterpret_cast<const uint4*>(values + (j * kChunks + lane) * 16));
+        if (lane < kChunks) any = not_finite<T>(*reinterpret_cast<const uint4*>(values + Rows::offset(j, lane)));
       }
       if (!__any_sync(~0u, any)) continue;
 #pragma unroll

@@ -9,6 +9,12 @@
 
 namespace fir {
 
+/// Who has taken what of a list that blocks take from in turn.
+struct WorkQueue {
+  /// Units taken beyond the first of each block, and blocks that are done; 0 before and after every launch.
+  unsigned taken, done;
+};
+
 template <class Variant>
 struct AttentionParams {
   const unsigned char* q;

@@ -26,12 +26,6 @@
 
 namespace fir {
 
-/// Who has taken what.
-struct WorkQueue {
-  /// Units taken beyond the first of each block, and blocks that are done; 0 before and after every launch.
-  unsigned taken, done;
-};
-
 template <class Variant>
 struct PrefillParams {
   WorkQueue* queue;

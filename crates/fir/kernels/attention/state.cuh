@@ -142,28 +142,35 @@ __device__ __forceinline__ void finish_row(const OutParams& out, const typename 
 }
 
 /// Says that this block's part of merge `merge` is written; true in the block that was the last of all parts, which
-/// then sees every other's. All threads call it; `flag` is a shared word.
-__device__ __forceinline__ bool last_part(const OutParams& out, int merge, int parts, int* flag) {
+/// then sees every other's. Threads from 0 on call it, all those of `sync`; `flag` is a shared word.
+template <class Sync>
+__device__ __forceinline__ bool last_part(const OutParams& out, int merge, int parts, int* flag, int thread, Sync sync) {
   __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) {
+  sync();
+  if (thread == 0) {
     const bool last = atomicAdd(out.counters + merge, 1u) == unsigned(parts) - 1;
     if (last) out.counters[merge] = 0;  // for the next launch
     *flag = last;
   }
-  __syncthreads();
+  sync();
   const bool last = *flag != 0;
   if (last) __threadfence();
   return last;
 }
 
-/// Merges the parts of a head and writes its rows; threads share out the (row, kCount columns) of it. Parts come
+/// The same for all threads of a block.
+__device__ __forceinline__ bool last_part(const OutParams& out, int merge, int parts, int* flag) {
+  return last_part(out, merge, parts, flag, threadIdx.x, [] { __syncthreads(); });
+}
+
+/// Merges the parts of a head and writes its rows; `threads` threads share out the (row, kCount columns) of it. Parts come
 /// `kAhead` at a time, as each load takes some 600 ns.
 template <class V, class TO, int kCount, int kAhead>
 __device__ __forceinline__ void merge_parts(const OutParams& out, const typename V::Params& params, const WorkItem& w, int head,
-                                            int group, const MergeItem& merge, int dim, float v_scale) {
+                                            int group, const MergeItem& merge, int dim, float v_scale, int thread = threadIdx.x,
+                                            int threads = blockDim.x) {
   const int per_row = dim / kCount, units = w.tokens * group * per_row;
-  for (int unit = threadIdx.x; unit < units; unit += blockDim.x) {
+  for (int unit = thread; unit < units; unit += threads) {
     const int row = unit / per_row, column = unit % per_row * kCount;
     float m = neg_inf(), d = 0.0f, o[kCount];
 #pragma unroll

@@ -34,6 +34,15 @@ __device__ __forceinline__ u64 wgmma_tile(u32 address, u32 leading, u32 stride) 
   return u64((address & 0x3ffff) >> 4) | u64(leading >> 4) << 16 | u64(stride >> 4) << 32 | 1ull << 62;
 }
 
+/// The same, for many starts: only the low word changes, without a carry.
+struct WgmmaTile {
+  u32 low, high;
+  __device__ __forceinline__ WgmmaTile(u32 address, u32 leading, u32 stride)
+      : low((address & 0x3ffff) >> 4 | leading >> 4 << 16), high(stride >> 4 | 1u << 30) {}
+  /// From `bytes` further on.
+  __device__ __forceinline__ u64 at(u32 bytes) const { return u64(high) << 32 | (low + (bytes >> 4)); }
+};
+
 /// Four 8x8 matrices of 16-bit units to shared memory: lane 8i + j gives the address of row j of matrix i.
 __device__ __forceinline__ void stmatrix_x4(u32 address, u32 r0, u32 r1, u32 r2, u32 r3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");

@@ -83,6 +83,38 @@ fn long_requests_are_a_launch_of_their_own() {
     insta::assert_snapshot!(text);
 }
 
+/// Boxes of the copy engine lie in one page; where none of 8 rows does, rows come one by one. Both are compiled beforehand.
+#[test]
+fn pages_too_small_for_a_box_are_gathered() {
+    let (d, lens) = (DType::BF16, [100u32, 37]);
+    let (qo, kv_lens) = (Ragged::from_lens(&lens).unwrap(), Ragged::from_lens(&lens).unwrap());
+    let problem = || Problem::new(8, 2, 128, d, variant::standard());
+    let (q, mut out) = (zeros(d, &[137, 8, 128]), zeros(d, &[137, 8, 128]));
+    let mut run = |kv: Kv<'_>| {
+        let text = launches(|exec| {
+            let plan = BatchPlan::new(exec, problem(), &qo, kv_lens.lens(), Split::Balanced)?;
+            let (q, scratch, out) = (q.view(), &mut plan.scratch(), out.view_mut());
+            plan.run(exec, BatchArgs { q, kv, params: &Params::new(), sm_scale: None, scratch, out, lse: None })
+        });
+        let rows = text.split("box_rows ").nth(1).and_then(|t| t.split(',').next()).unwrap().to_owned();
+        (text.lines().next().unwrap().ends_with("true>>"), rows)
+    };
+    for (size, gathered, rows) in
+        [(16, false, "16"), (24, false, "8"), (256, false, "64"), (12, true, "8"), (1, true, "8")]
+    {
+        let pages: Vec<usize> = lens.iter().map(|&l| (l as usize).div_ceil(size)).collect();
+        let indptr = vec![0, pages[0] as i32, (pages[0] + pages[1]) as i32];
+        let all = pages[0] + pages[1];
+        let table = PageTable::with_lens(size, all, indptr, (0..all as i32).collect::<Vec<_>>(), &[100, 37]).unwrap();
+        let pool = zeros(d, &[all, 2, size, 2, 128]);
+        let kv = Kv::Paged(PagedKv::interleaved(pool.view(), KvLayout::Nhd).unwrap(), &table);
+        assert_eq!(run(kv), (gathered, rows.to_owned()), "pages of {size}");
+    }
+    let rows = zeros(d, &[137, 2, 128]);
+    let kv = Kv::Ragged(RaggedKv::new(rows.view(), rows.view(), &kv_lens).unwrap());
+    assert_eq!(run(kv), (false, "64".to_owned()));
+}
+
 #[test]
 fn rows_that_are_not_aligned_and_f32_go_through_the_plain_kernel() {
     let (qo, kv_lens) = (Ragged::from_lens(&[3, 1]).unwrap(), Ragged::from_lens(&[40, 9]).unwrap());

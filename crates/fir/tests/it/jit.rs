@@ -27,6 +27,9 @@ const BUDGETS: &[(&str, u32, u32)] = &[
     ("attention/sm90_mla", 128, 32),
     // 128 accumulators and 64 scores; two blocks of 128 threads have registers for 255 each.
     ("attention/prefill", 255, 0),
+    // What a thread of 384 has when they begin; two warpgroups then take 232 each. Their loops spill nothing, what stands
+    // around them a few numbers of the unit.
+    ("attention/sm90_prefill", 168, 128),
     // Two blocks of 128 threads, or one of 256, to a multiprocessor: its registers hold 255 of each.
     ("gemm", 255, 0),
     ("gemm_any", 64, 0),

@@ -1,8 +1,10 @@
 //! The kernels: C++ names, parameters, and the sizes of their blocks.
 
+use super::super::arch::Arch;
 use super::super::jit::Source;
 use super::super::params::{Address, Twin, params};
 use super::hooks::Hooks;
+use super::hopper::{self, Sm90Params};
 use super::{ROWS, Spec, mla};
 use crate::tensor::DType;
 
@@ -13,6 +15,8 @@ pub(super) enum Form {
     Decode,
     /// `prefill.cuh`: 64 to 256 rows, on tensor cores.
     Prefill,
+    /// `sm90_prefill.cuh`: 128 rows, on those of Hopper.
+    Hopper,
     /// `plain.cuh`: everything, in f32.
     Plain,
     /// `sm90_mla.cuh`: latent attention, 64 rows for each block of a cluster of so many.
@@ -186,10 +190,15 @@ impl Form {
         if let Self::Mla(cluster) = self { cluster } else { 1 }
     }
 
-    /// Why it does not take `spec`, if it does not.
-    pub(super) fn refuses(self, s: &Spec) -> Option<String> {
+    /// Why it does not take `spec` on a device of `arch`, if it does not.
+    pub(super) fn refuses(self, s: &Spec, arch: Arch) -> Option<String> {
         if matches!(self, Self::Plain | Self::Mla(_)) {
             return None;
+        }
+        if self == Self::Hopper
+            && let Some(why) = hopper::refuses(s, arch)
+        {
+            return Some(why);
         }
         let Some(multiply) = multiplied(s.kv) else { return Some(format!("{} keys and values", s.kv)) };
         let bits = bits(s.kv);
@@ -219,14 +228,14 @@ impl Form {
             }
             // Rotated keys would be rounded to 16 bits before the product.
             _ if s.variant.rotates_keys() => format!("{} keys that are rotated", s.kv),
-            _ if self == Self::Prefill && s.variant.rotates_queries() => "queries that are rotated".into(),
+            _ if self != Self::Decode && s.variant.rotates_queries() => "queries that are rotated".into(),
             _ => return None,
         };
         Some(why)
     }
 
     /// The instantiation for `spec` on a device whose blocks have at most `shared` bytes. `runs`: aligned runs of [`RUN`]
-    /// positions lie in one page.
+    /// positions lie in one page; of [`Form::Hopper`], boxes do ([`hopper::Boxes`]).
     pub(super) fn instance(self, spec: &Spec, hooks: &Hooks, shared: u32, runs: bool) -> Instance {
         let out = if spec.states { "fir::State" } else { cpp(spec.out) };
         let common = Twin::of::<AttentionParams>();
@@ -287,6 +296,19 @@ impl Form {
                 Instance { form: self, source, threads: 32 * warps as u32, smem, blocks, rows: 16 * m * warps }
             }
             Self::Mla(cluster) => mla::instance(spec, hooks, cluster),
+            Self::Hopper => {
+                let shape = hopper::Shape::of(spec);
+                let name = format!(
+                    "fir::prefill_sm90<fir::Sm90Config<{kv}, {out}, {}, {}, {}, {}, {}, {}>>",
+                    spec.dim_qk, spec.dim_vo, hooks.name, shape.tile, shape.q_stages, !runs
+                );
+                let own = Twin::of::<Sm90Params>();
+                let mut params = hooks.twin(&own.cpp, &[("", &own), ("common.", &common)]);
+                // Maps stand on multiples of 64 bytes, and so does what holds them.
+                params.size = params.size.next_multiple_of(64);
+                let source = Source { file: "attention/sm90_prefill.cuh", name, prelude, params };
+                Instance { form: self, source, threads: 384, smem: shape.smem(spec), blocks: 1, rows: hopper::ROWS }
+            }
             Self::Plain => {
                 let dim = (spec.dim_qk + spec.dim_pe.unwrap_or(0)).max(spec.dim_vo);
                 let most = dim.next_power_of_two().max(128);

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | this | [`Spec`], the table of kernels, [`Plan`] |
 //! | [`form`] | the kernels' instantiations and parameters |
+//! | [`hopper`] | those of `sm90_prefill.cuh`, and its maps of tensors |
 //! | [`hooks`] | a variant as the kernels take it |
 //! | [`mla`] | latent attention on Hopper |
 //! | [`list`] | the work list in the device's memory |
@@ -12,6 +13,7 @@
 
 mod form;
 mod hooks;
+mod hopper;
 pub(crate) mod levels;
 mod list;
 pub(crate) mod merge;
@@ -62,14 +64,16 @@ pub(crate) const MANY: usize = 64;
 const ROWS: usize = 16;
 
 /// The kernels for tiles of up to [`ROWS`] rows, and for longer ones, best first.
-const CANDIDATES: [[Form; 3]; 2] =
-    [[Form::Decode, Form::Prefill, Form::Plain], [Form::Prefill, Form::Decode, Form::Plain]];
+const CANDIDATES: [[Form; 4]; 2] = [
+    [Form::Decode, Form::Hopper, Form::Prefill, Form::Plain],
+    [Form::Hopper, Form::Prefill, Form::Decode, Form::Plain],
+];
 
-/// The first kernel that takes `spec`.
-fn choose(spec: &Spec, long: bool) -> Result<Form> {
+/// The first kernel that takes `spec` on a device of `arch`.
+fn choose(spec: &Spec, arch: Arch, long: bool) -> Result<Form> {
     let mut why = Vec::new();
     for form in CANDIDATES[usize::from(long)] {
-        match form.refuses(spec) {
+        match form.refuses(spec, arch) {
             None => return Ok(form),
             Some(reason) => why.push(format!("{form:?}: {reason}")),
         }
@@ -82,8 +86,10 @@ pub(crate) fn sources(spec: &Spec, arch: Arch) -> Result<Vec<Source>> {
     let (hooks, shared) = (Hooks::new(&spec.variant), arch.typical().1);
     let mut all: Vec<Source> = Vec::new();
     let many = Spec { many: true, ..spec.clone() };
-    for (spec, long, runs) in [(spec, false, true), (&many, false, true), (spec, true, true), (spec, false, false)] {
-        let source = choose(spec, long)?.instance(spec, &hooks, shared, runs).source;
+    let all_runs =
+        [(spec, false, true), (&many, false, true), (spec, true, true), (spec, false, false), (spec, true, false)];
+    for (spec, long, runs) in all_runs {
+        let source = choose(spec, arch, long)?.instance(spec, &hooks, shared, runs).source;
         if !all.contains(&source) {
             all.push(source);
         }
@@ -94,7 +100,7 @@ pub(crate) fn sources(spec: &Spec, arch: Arch) -> Result<Vec<Source>> {
 /// Instantiations for `fir jit build` and the tests: those of common models. A user's variant has others.
 pub(super) fn kernels() -> Vec<Source> {
     use crate::variant::{alibi, causal, custom_mask, rope_llama, sigmoid, sink, sliding_window, soft_cap, standard};
-    let arch = Arch::HOPPER.typical().1;
+    let shared = Arch::HOPPER.typical().1;
     let spec = |q, kv, out, [dim_qk, dim_vo]: [usize; 2], variant| Spec {
         op: "kernels",
         q,
@@ -149,9 +155,15 @@ pub(super) fn kernels() -> Vec<Source> {
         let hooks = Hooks::new(&spec.variant);
         // Pages that are no multiple of a run: of the commonest problem alone.
         let common = spec.kv == bf16 && spec.dim_qk == 128 && !spec.states && spec.variant == standard();
-        for (long, runs) in [(false, true), (true, true), (false, false)] {
-            let form = choose(&spec, long).unwrap_or(Form::Plain);
-            let source = form.instance(&spec, &hooks, arch, runs || !common).source;
+        for (arch, long, runs) in [
+            (Arch::HOPPER, false, true),
+            (Arch::HOPPER, true, true),
+            (Arch::HOPPER, false, false),
+            (Arch::HOPPER, true, false),
+            (Arch::OLDEST, true, true),
+        ] {
+            let form = choose(&spec, arch, long).unwrap_or(Form::Plain);
+            let source = form.instance(&spec, &hooks, shared, runs || !common).source;
             if !all.contains(&source) {
                 all.push(source);
             }
@@ -186,6 +198,8 @@ struct Lane {
     workers: usize,
     team: usize,
     schedule: Schedule,
+    /// KV heads of all items that are taken before the next ones, where the kernel asks.
+    heads_at_once: usize,
     /// None before a batch needs it.
     loaded: Option<(Arc<Kernel>, List)>,
     /// The kernel that merges what was cut, where the lane's own does not.
@@ -276,7 +290,7 @@ impl Plan {
                 (kv_heads, spec.group) = (kv_heads * spec.group / group, group);
                 forms
             }
-            None => vec![choose(&spec, false)?, choose(&spec, true)?],
+            None => vec![choose(&spec, properties.arch, false)?, choose(&spec, properties.arch, true)?],
         };
         forms.dedup();
         if decodes {
@@ -285,9 +299,10 @@ impl Plan {
         let lane = |form: Form| {
             let instance = form.instance(&spec, &hooks, properties.shared_per_block, true);
             let workers = (properties.multiprocessors * instance.blocks / form.cluster()).max(1) as usize;
+            let schedule = Schedule::default();
             let mut lane =
-                Lane { instance, workers, team: 1, schedule: Schedule::default(), loaded: None, merge: None };
-            if form != Form::Prefill {
+                Lane { instance, workers, team: 1, schedule, heads_at_once: kv_heads, loaded: None, merge: None };
+            if !matches!(form, Form::Prefill | Form::Hopper) {
                 lane.team = lane.cut(kv_heads, spec.group, split).team();
             }
             lane
@@ -326,7 +341,7 @@ impl Plan {
             };
             debug_assert!(kernel.source == lane.instance.source);
             let (filled, order) = match lane.instance.form {
-                Form::Prefill => (lane.schedule.fill_queue(cut, entries), Order::Queue(lane.workers)),
+                Form::Prefill | Form::Hopper => (lane.schedule.fill_queue(cut, entries), Order::Queue(lane.workers)),
                 Form::Decode | Form::Plain | Form::Mla(_) => {
                     (lane.schedule.fill(cut, entries), Order::Lists(lane.workers))
                 }
@@ -335,10 +350,20 @@ impl Plan {
                 Error::value(self.spec.op, "split", format!("{:?}", self.split), "at most 2^24 partial rows")
             })?;
             list.fill(&lane.schedule, batch, order)?;
-            if let (Form::Mla(cluster), None, false) =
-                (lane.instance.form, &lane.merge, lane.schedule.merges().is_empty())
-            {
-                lane.merge = Some(self.gpu.kernel(mla::merge(&self.spec, &self.hooks, cluster))?);
+            match lane.instance.form {
+                Form::Mla(cluster) if lane.merge.is_none() && !lane.schedule.merges().is_empty() => {
+                    lane.merge = Some(self.gpu.kernel(mla::merge(&self.spec, &self.hooks, cluster))?);
+                }
+                Form::Hopper => {
+                    let (mut rows, mut last) = (0, None);
+                    for e in entries.iter().filter(|e| last.replace(e.request) != Some(e.request)) {
+                        rows += u64::from(batch.kv_lens[e.request as usize]);
+                    }
+                    let many = [lane.schedule.items().len(), lane.workers];
+                    lane.heads_at_once =
+                        hopper::heads_at_once(&self.spec, rows, self.kv_heads, self.gpu.properties().l2_bytes, many);
+                }
+                _ => {}
             }
         }
         Ok(())
@@ -409,7 +434,7 @@ impl Plan {
         let too_many = |arg, got: usize| Error::value(op, arg, got, "at most 2^32 - 1 on CUDA");
         let num_pages = u32::try_from(pages).map_err(|_| too_many("kv", pages))?;
 
-        let rows = Rows::new(&mut call, q.0, q.1)?;
+        let (rows, tokens) = (Rows::new(&mut call, q.0, q.1)?, q.1.shape()[0]);
         let pe = match q_pe {
             Some((t, factor)) => Some((Rows::new(&mut call, "q_pe", t)?, factor)),
             None => None,
@@ -513,6 +538,9 @@ impl Plan {
         let runs = indices == Address(0) || page_size.is_multiple_of(form::RUN as u32);
         let (q_pe, pe_factor) = pe.unwrap_or_default();
         let latent = mla::Tensors { q_pe, pe_factor, ckv: k, kpe, pages: pages as u64, page_size };
+        // `sm90_prefill.cuh` writes 16 bytes at a time.
+        let whole = aligned && [out.out.0, out.token, out.head].iter().all(|x| x % 16 == 0);
+        let boxes = hopper::Boxes::new([k, v], pages as u64, rows_per_page as u64, indices == Address(0));
         let mut tail = Vec::new();
         self.hooks.pack(&mut call, bound, self.known(text_scale), &mut tail)?;
         let mut bytes = Vec::with_capacity(1024);
@@ -520,9 +548,14 @@ impl Plan {
             let Some((kernel, list)) = lane.loaded.as_ref().filter(|(_, list)| !list.is_empty()) else { continue };
             let fallback;
             let form = lane.instance.form;
+            // Maps of tensors that the copy engine does not take are not made.
+            let hopper = (form == Form::Hopper && whole && (boxes.is_some() || near))
+                .then(|| hopper::params(gpu, spec, (rows, tokens), [k, v], self.kv_heads, boxes).ok())
+                .flatten();
             let fits = match form {
                 Form::Decode => aligned && runs,
                 Form::Prefill => aligned && near,
+                Form::Hopper => hopper.is_some() && boxes.is_some(),
                 Form::Plain => true,
                 Form::Mla(_) => aligned && latent.fit(),
             };
@@ -530,7 +563,14 @@ impl Plan {
                 (&lane.instance, kernel.clone())
             } else {
                 // Rare enough to be compiled when it is met, and not with every plan.
-                let form = if aligned && form == Form::Decode { form } else { Form::Plain };
+                let form = match form {
+                    Form::Decode if aligned => form,
+                    Form::Hopper if hopper.is_some() => form,
+                    Form::Hopper if aligned && near && Form::Prefill.refuses(spec, gpu.properties().arch).is_none() => {
+                        Form::Prefill
+                    }
+                    _ => Form::Plain,
+                };
                 fallback = form.instance(spec, &self.hooks, gpu.properties().shared_per_block, false);
                 (&fallback, gpu.kernel(fallback.source.clone())?)
             };
@@ -542,6 +582,15 @@ impl Plan {
                     count: list.count(),
                     heads: self.kv_heads as i32,
                     pad: 0,
+                })),
+                Form::Hopper => bytes.extend(hopper.iter().flat_map(|p| {
+                    let params = hopper::Sm90Params {
+                        queue,
+                        count: list.count(),
+                        heads_at_once: lane.heads_at_once as i32,
+                        ..*p
+                    };
+                    bytemuck::bytes_of(&params).to_vec()
                 })),
                 Form::Plain => {
                     bytes.extend_from_slice(bytemuck::bytes_of(&PlainParams {
@@ -563,8 +612,8 @@ impl Plan {
             let (items, team) = (list.items(), lane.team as i32);
             bytes.extend_from_slice(bytemuck::bytes_of(&AttentionParams { items, out, kv, team, ..common }));
             bytes.extend_from_slice(&tail);
-            if matches!(instance.form, Form::Mla(_)) {
-                // Aligned to what its maps are.
+            if matches!(instance.form, Form::Mla(_) | Form::Hopper) {
+                // Aligned to what their maps are.
                 bytes.resize(kernel.source.params.size, 0);
             }
             let cluster = instance.form.cluster();

@@ -14,7 +14,7 @@ const FETCH_128: i32 = 2;
 const FETCH_256: i32 = 3;
 
 /// `CUtensorMap`, as the driver encodes it; a kernel's parameter, by value. On a dry run, what it would be of.
-#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[derive(Clone, Copy, Debug, Default, Pod, Zeroable)]
 #[repr(C)]
 pub(crate) struct TensorMap(pub(crate) [u64; 16]);
 

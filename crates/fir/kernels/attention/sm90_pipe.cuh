@@ -1,0 +1,138 @@
+// sm90_pipe.cuh: what the roles of sm90_prefill.cuh share: parameters, shared memory, barriers, places in a ring.
+//
+// needs  sm_90a
+// twins  src/cuda/attention/hopper.rs
+#pragma once
+#include <fir/attention/params.cuh>
+#include <fir/base/mbarrier.cuh>
+#include <fir/base/tma.cuh>
+#include <fir/base/wgmma.cuh>
+
+namespace fir {
+
+template <class Variant>
+struct alignas(64) Sm90Params {
+  /// q as [token][head][64 columns], a box of a tile's tokens and a group's heads.
+  TensorMap q;
+  /// Keys and values as [head][8-row group][64 columns][row][column]: boxes of `box_rows` rows from row c1 of group c3 on.
+  TensorMap k, v;
+  /// The same of 8 rows, which may begin at any row: the last rows of ragged KV.
+  TensorMap k_tail, v_tail;
+  WorkQueue* queue;
+  /// Number of items, in device memory.
+  const int* count;
+  /// KV heads: units per item; how many of them are taken before the next: as many as have their keys and values in L2.
+  int heads, heads_at_once;
+  /// Query tokens of a box of q.
+  int box_tokens;
+  /// Rows of a box, at most 64; groups between pages of keys and of values; groups that a box may not pass.
+  int box_rows, k_page, v_page, groups, pad;
+  AttentionParams<Variant> common;
+};
+
+template <class T, class TO, int kDimQk_, int kDimVo_, class Variant_, int kTile_, int kQStages_, bool kGather_>
+struct Sm90Config {
+  using Type = T;
+  using Out = TO;
+  using Variant = Variant_;
+  static constexpr int kDimQk = kDimQk_, kDimVo = kDimVo_, kTile = kTile_, kQStages = kQStages_;
+  static constexpr bool kGather = kGather_;
+  static constexpr int kRows = 128, kThreads = 384, kConsumers = 256, kStages = 2;
+  static constexpr Wgmma kType = Same<T, Bf16>::value ? Wgmma::kBf16 : Wgmma::kF16;
+  static constexpr int kQBytes = kRows * kDimQk * 2, kKBytes = kTile * kDimQk * 2, kVBytes = kTile * kDimVo * 2;
+  /// Hooks see every logit: scores become logits before the maximum is taken.
+  static constexpr bool kEach = Variant_::kHasQuery || Variant_::kHasKey || Variant_::kHasLogits || !Variant_::kSoftmax;
+  static constexpr bool kContexts = Variant_::kHasQuery || Variant_::kHasLogits || Variant_::kHasMask;
+  /// Warps that look after values before they are used; of them who arrives at `v_ready`.
+  static constexpr int kKeepers = kGather ? 4 : 3;
+
+  // Shared memory, in bytes from the start.
+  static constexpr int kQ = 0;
+  static constexpr int kK = kQ + kQStages * kQBytes;
+  static constexpr int kV = kK + kStages * kKBytes;
+  static constexpr int kBarriers = kV + kStages * kVBytes;      // u64 [2 kQStages + 5 kStages]
+  static constexpr int kUnits = kBarriers + 128;                // Sm90Unit [kQStages]
+  static constexpr int kStrange = kUnits + 2 * 80;              // int [kStages][4]
+  static constexpr int kFlag = kStrange + kStages * 16;         // int
+  static constexpr int kRowContexts = kFlag + 16;               // RowContext [kRows]
+  static constexpr int kShared = kRowContexts + (kContexts ? kRows * int(sizeof(RowContext)) : 0);
+
+  static_assert(T::kBits == 16 && kDimQk % 64 == 0 && kDimVo % 64 == 0 && kDimVo <= kDimQk && kDimQk <= 256);
+  static_assert(kTile % 64 == 0 && kQStages <= 2 && kShared <= 232448);
+  static_assert(!RopeOf<Variant_, false>::kOn && !RopeOf<Variant_, true>::kOn, "rotations are decode.cuh's and plain.cuh's");
+};
+
+/// A number as a type, for lambdas.
+template <int n>
+struct Number {
+  static constexpr int value = n;
+};
+
+/// What the producer tells the others of a unit; `head` -1: there are no more.
+struct Sm90Unit {
+  WorkItem item;
+  int head;
+  int pad[3];
+};
+
+/// Keys and values in shared memory: [8-row group][64 columns][row][16-byte chunk], swizzled. A page's rows are one box, and
+/// groups of 8 rows are equally far apart, which is all that wgmma asks.
+template <int kDim>
+struct GroupedRows {
+  __device__ __forceinline__ static unsigned offset(int row, int chunk) {
+    return (row >> 3) * kDim * 16 + (chunk >> 3) * 1024 + (row & 7) * 128 + (((chunk ^ row) & 7) << 4);
+  }
+};
+
+/// Barriers of the pipeline, and where a role stands in a ring.
+template <class C>
+struct Sm90Pipe {
+  unsigned base;
+  __device__ __forceinline__ unsigned barrier(int kind, int stage) const { return base + C::kBarriers + (kind * 2 + stage) * 8; }
+  __device__ __forceinline__ unsigned q_full(int s) const { return barrier(0, s); }
+  __device__ __forceinline__ unsigned q_empty(int s) const { return barrier(1, s); }
+  __device__ __forceinline__ unsigned k_full(int s) const { return barrier(2, s); }
+  __device__ __forceinline__ unsigned k_empty(int s) const { return barrier(3, s); }
+  /// Values have come; they may be used.
+  __device__ __forceinline__ unsigned v_full(int s) const { return barrier(4, s); }
+  __device__ __forceinline__ unsigned v_ready(int s) const { return barrier(5, s); }
+  __device__ __forceinline__ unsigned v_empty(int s) const { return barrier(6, s); }
+
+  __device__ __forceinline__ void init() const {
+    for (int s = 0; s < 2; ++s) {
+      barrier_init(q_full(s), 1);
+      barrier_init(q_empty(s), 8 + (C::kGather ? 0 : C::kKeepers));
+      barrier_init(k_full(s), C::kGather ? 4 : 1);
+      barrier_init(k_empty(s), 8);
+      barrier_init(v_full(s), 1);
+      barrier_init(v_ready(s), C::kKeepers);
+      barrier_init(v_empty(s), 8);
+    }
+    barrier_init_done();
+  }
+};
+
+/// 2^x, where it stands in the text.
+__device__ __forceinline__ float exp2_in_place(float x) {
+  float y;
+  asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+/// Ends a block of instructions once x is there. Within a block ptxas moves a wait for products up to its beginning, past
+/// exponentials that are to run beside the product, and puts sums right behind the exponentials that they wait for, so
+/// that one takes 14 clocks instead of 8.
+__device__ __forceinline__ void after(float x) {
+  if (__any_sync(~0u, x != x)) asm volatile("nanosleep.u32 0;");
+}
+
+template <int kCount>
+struct Ring {
+  int stage = 0;
+  unsigned phase = 0;
+  __device__ __forceinline__ void next() {
+    if (++stage == kCount) stage = 0, phase ^= 1;
+  }
+};
+
+}  // namespace fir
