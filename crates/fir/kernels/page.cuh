@@ -21,7 +21,8 @@ struct Slots {
   const void* slots;          // null: from what follows
   const void* requests;       // of each token
   const void* positions;      // of each token, in its request
-  const u32* table;           // lengths of the requests in tokens, starts of their pages, page ids from there on
+  const u32* table;           // lengths of the requests in tokens, then where each one's pages start
+  const i32* ids;             // of the pages
   u64 slots_stride, requests_stride, positions_stride;
   u64 pages;                  // of the pool
   u32 page_size, batch;
@@ -45,7 +46,7 @@ __device__ __forceinline__ Place place_of(const Slots& s, u64 token) {
   const i64 request = load_integer(s.requests, token * s.requests_stride, s.wide_requests);
   const i64 position = load_integer(s.positions, token * s.positions_stride, s.wide_positions);
   if (request < 0 || request >= s.batch || position < 0 || position >= s.table[request]) return {0, 0, false};
-  const u32 page = s.table[2 * s.batch + s.table[s.batch + request] + u32(position) / s.page_size];
+  const u32 page = u32(s.ids[s.table[s.batch + request] + u32(position) / s.page_size]);
   return {page, u32(position) % s.page_size, page < s.pages};
 }
 

@@ -118,6 +118,7 @@ struct SlotsParams {
     requests: Address,
     positions: Address,
     table: Address,
+    ids: Address,
     slots_stride: u64,
     requests_stride: u64,
     positions_stride: u64,
@@ -203,12 +204,12 @@ impl Params for TokensParams {
                 table: Address positions: Address indptr: Address
                 table_stride: U64 table_rows: U64 position_stride: U64 pairs: U32 batch: U32 wide: U32 interleave: U32),
             &fields!("slots.", offset_of!(TokensParams, slots), SlotsParams,
-                slots: Address requests: Address positions: Address table: Address
+                slots: Address requests: Address positions: Address table: Address ids: Address
                 slots_stride: U64 requests_stride: U64 positions_stride: U64 pages: U64
                 page_size: U32 batch: U32 wide_slots: U32 wide_requests: U32 wide_positions: U32),
             &fields!("", 0, TokensParams, nnz: U32 units: U32 count: U32 paged: U32),
         ];
-        let mut all = [SIDE_FIELDS[0][0]; SIDES * 19 + 3 + 10 + 13 + 4];
+        let mut all = [SIDE_FIELDS[0][0]; SIDES * 19 + 3 + 10 + 14 + 4];
         let (mut at, mut part, mut i) = (0, 0, 0);
         while at < SIDES * 19 {
             all[at] = SIDE_FIELDS.as_flattened()[at];
@@ -417,14 +418,17 @@ impl<'a> Pages<'a> {
                 (slots.positions, slots.positions_stride, slots.wide_positions) =
                     integers(call, "positions", positions)?;
                 slots.batch = table.batch() as u32;
-                // Lengths, starts, and the pages that hold tokens.
                 let mut words: Vec<u32> = table.lens().to_vec();
-                let mut start = 0;
-                for r in 0..table.batch() {
-                    words.push(start);
-                    start += table.pages(r).len() as u32;
+                if let Some(device) = table.device() {
+                    words.extend(table.indptr()[..table.batch()].iter().map(|&start| start as u32));
+                    slots.ids = call.read("page table", device.indices.view())?;
+                } else {
+                    let pages = || (0..table.batch()).map(|r| table.pages(r));
+                    words.extend(
+                        pages().scan(0, |start, ids| Some(std::mem::replace(start, *start + ids.len() as u32))),
+                    );
+                    slots.ids = call.upload("page table", &pages().flatten().copied().collect::<Vec<_>>())?;
                 }
-                words.extend((0..table.batch()).flat_map(|r| table.pages(r)).map(|&page| page as u32));
                 slots.table = call.upload("table", &words)?;
             }
         }

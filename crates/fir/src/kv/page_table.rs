@@ -44,6 +44,16 @@ pub(crate) enum Indices<'a> {
     Borrowed(TensorRef<'a>),
 }
 
+#[cfg(feature = "cuda")]
+impl Indices<'_> {
+    pub(crate) fn view(&self) -> TensorRef<'_> {
+        match self {
+            Self::Owned(ids) => ids.view(),
+            Self::Borrowed(ids) => *ids,
+        }
+    }
+}
+
 /// Tables are equal when they name the same pages, wherever they are; ids on a device alone are not looked at.
 impl PartialEq for PageTable<'_> {
     fn eq(&self, other: &Self) -> bool {

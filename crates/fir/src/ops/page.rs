@@ -76,6 +76,7 @@ impl<'a> Slots<'a> {
         let mut moves = Vec::new();
         match *self {
             Self::Tokens { table, batch_indices, positions } => {
+                table.check_host(op)?;
                 let batch_indices = integers(op, "batch_indices", batch_indices, "nnz", nnz, "k")?;
                 let positions = integers(op, "positions", positions, "nnz", nnz, "k")?;
                 for (token, (&request, &position)) in batch_indices.iter().zip(&positions).enumerate() {

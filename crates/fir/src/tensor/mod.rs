@@ -20,6 +20,7 @@ mod dims;
 pub mod dlpack;
 mod dtype;
 mod foreign;
+mod large_pages;
 mod layout;
 mod place;
 mod view;

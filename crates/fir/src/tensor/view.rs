@@ -145,6 +145,7 @@ impl Tensor {
         lines.try_reserve_exact(n).map_err(|_| {
             Error::layout("Tensor::zeros", "shape", format!("{shape:?} of {dtype}"), "a size that there is memory for")
         })?;
+        super::large_pages::ask(lines.spare_capacity_mut());
         lines.resize(n, Line::zeroed());
         Ok(Self { owned: Owned::Host(lines), dtype, layout })
     }

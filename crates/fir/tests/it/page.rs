@@ -91,6 +91,46 @@ fn append_matches_reference_for_every_type_and_layout() {
     });
 }
 
+/// Page ids that a device has a copy of, and those that it alone knows, whose unused slots hold anything.
+#[cfg(feature = "cuda")]
+#[test]
+fn tables_on_a_device_are_followed() {
+    let Some(exec @ Exec::Cuda(gpu)) = crate::support::gpu() else { return };
+    let (batch_indices, positions, ids) = (ints(&BATCH), ints(&POSITIONS), ints(&INDICES).to_device(gpu).unwrap());
+    let copied = table().to_device(gpu).unwrap();
+    let alone = PageTable::on_device(gpu, PAGE_SIZE, 1, &INDPTR, ids.view(), &LENS).unwrap();
+    let mut rng = Rng::new(7);
+    for table in [&copied, &alone] {
+        let slots = Slots::Tokens { table, batch_indices: batch_indices.view(), positions: positions.view() };
+        let x = rng.tensor(DType::BF16, &[9, 2, 16]);
+        let before = pool(&mut rng, DType::BF16, KvLayout::Nhd, 2, 16);
+        let (mut k, mut v) = (before.clone(), before.clone());
+        let cache = PagedKvMut::new(k.view_mut(), v.view_mut(), KvLayout::Nhd).unwrap();
+        append_paged_kv(exec, x.view(), x.view(), slots, cache).unwrap();
+        assert_stored("keys", before.view(), k.view(), x.view(), 1.0);
+        assert_stored("values", before.view(), v.view(), x.view(), 1.0);
+        let rows = Tensor::from_f32(DType::BF16, &x.view().to_f32_vec().unwrap(), &[9, 32]).unwrap();
+        let latent = rng.tensor(DType::BF16, &[PAGES, PAGE_SIZE, 32]);
+        let (mut ckv, mut kpe) = (latent.clone(), latent.clone());
+        let cache = PagedMlaMut::new(ckv.view_mut(), kpe.view_mut()).unwrap();
+        append_paged_mla(exec, rows.view(), rows.view(), slots, cache).unwrap();
+        for (slot, token) in wanted().into_iter().flatten().zip(0..) {
+            let at = |t: &Tensor| {
+                t.view().select(0, slot / PAGE_SIZE).unwrap().select(0, slot % PAGE_SIZE).unwrap().to_f32_vec()
+            };
+            let row = rows.view().select(0, token).unwrap().to_f32_vec().unwrap();
+            assert_eq!((at(&ckv).unwrap(), at(&kpe).unwrap()), (row.clone(), row), "token {token}");
+        }
+    }
+    // A CPU cannot follow what a device alone knows.
+    let slots = Slots::Tokens { table: &alone, batch_indices: batch_indices.view(), positions: positions.view() };
+    let (x, mut k) = (rng.tensor(DType::BF16, &[9, 2, 16]), pool(&mut rng, DType::BF16, KvLayout::Nhd, 2, 16));
+    let mut v = k.clone();
+    let cache = PagedKvMut::new(k.view_mut(), v.view_mut(), KvLayout::Nhd).unwrap();
+    let error = append_paged_kv(&Exec::cpu().unwrap(), x.view(), x.view(), slots, cache).unwrap_err().to_string();
+    assert!(error.contains("page table") && error.contains("host memory"), "{error}");
+}
+
 #[test]
 fn large_and_strange_values_are_stored_as_the_type_says() {
     let x = [1e30, -1e30, f32::INFINITY, f32::NEG_INFINITY, f32::NAN, 449.0, -0.0, 1e-30];

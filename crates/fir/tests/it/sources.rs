@@ -12,6 +12,7 @@ const FENCE: &[&str] = &[
     "cuda/nvrtc.rs",
     "tensor/foreign.rs",
     "tensor/foreign/",
+    "tensor/large_pages.rs",
     "variant/text.rs",
 ];
 

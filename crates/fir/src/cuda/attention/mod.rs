@@ -674,15 +674,8 @@ fn kv_tensor<'a>(call: &mut Call<'a>, arg: &'static str, t: TensorRef<'a>) -> Re
 
 /// Offsets and page ids on the device.
 fn read_table<'a>(call: &mut Call<'a>, table: &'a PageTable<'a>) -> Result<[Address; 2]> {
-    use crate::kv::Indices;
     let (indptr, indices) = match table.device() {
-        Some(device) => {
-            let indices = match &device.indices {
-                Indices::Owned(t) => t.view(),
-                Indices::Borrowed(t) => *t,
-            };
-            (device.indptr.view(), indices)
-        }
+        Some(device) => (device.indptr.view(), device.indices.view()),
         None => {
             let host = [table.indptr(), table.indices()];
             (TensorRef::new(host[0], &[host[0].len()])?, TensorRef::new(host[1], &[host[1].len()])?)
