@@ -26,7 +26,9 @@ struct alignas(64) Sm90Params {
   /// Query tokens of a box of q.
   int box_tokens;
   /// Rows of a box, at most 64; groups between pages of keys and of values; groups that a box may not pass.
-  int box_rows, k_page, v_page, groups, pad;
+  int box_rows, k_page, v_page, groups;
+  /// 2^22 over the group, rounded up: rows below 2^7 times it, over 2^22, are tokens.
+  int group_inverse;
   AttentionParams<Variant> common;
 };
 
@@ -37,25 +39,23 @@ struct Sm90Config {
   using Variant = Variant_;
   static constexpr int kDimQk = kDimQk_, kDimVo = kDimVo_, kTile = kTile_, kQStages = kQStages_;
   static constexpr bool kGather = kGather_;
-  static constexpr int kRows = 128, kThreads = 384, kConsumers = 256, kStages = 2;
+  static constexpr int kRows = 128, kThreads = 384, kConsumers = 256, kStages = 2, kUnitStages = 5;
   static constexpr Wgmma kType = Same<T, Bf16>::value ? Wgmma::kBf16 : Wgmma::kF16;
   static constexpr int kQBytes = kRows * kDimQk * 2, kKBytes = kTile * kDimQk * 2, kVBytes = kTile * kDimVo * 2;
   /// Hooks see every logit: scores become logits before the maximum is taken.
   static constexpr bool kEach = Variant_::kHasQuery || Variant_::kHasKey || Variant_::kHasLogits || !Variant_::kSoftmax;
   static constexpr bool kContexts = Variant_::kHasQuery || Variant_::kHasLogits || Variant_::kHasMask;
-  /// Warps that look after values before they are used; of them who arrives at `v_ready`.
-  static constexpr int kKeepers = kGather ? 4 : 3;
 
   // Shared memory, in bytes from the start.
   static constexpr int kQ = 0;
   static constexpr int kK = kQ + kQStages * kQBytes;
   static constexpr int kV = kK + kStages * kKBytes;
-  static constexpr int kBarriers = kV + kStages * kVBytes;      // u64 [2 kQStages + 5 kStages]
-  static constexpr int kUnits = kBarriers + 128;                // Sm90Unit [kQStages]
-  static constexpr int kStrange = kUnits + 2 * 80;              // int [kStages][4]
+  static constexpr int kBarriers = kV + kStages * kVBytes;      // u64 [7 kStages + kUnitStages]
+  static constexpr int kUnits = kBarriers + 160;                // Sm90Unit [kUnitStages]
+  static constexpr int kStrange = kUnits + kUnitStages * 80;    // int [kStages][4]
   static constexpr int kFlag = kStrange + kStages * 16;         // int
-  static constexpr int kRowContexts = kFlag + 16;               // RowContext [kRows]
-  static constexpr int kShared = kRowContexts + (kContexts ? kRows * int(sizeof(RowContext)) : 0);
+  static constexpr int kRowContexts = kFlag + 16;               // RowContext [kUnitStages][kRows]
+  static constexpr int kShared = kRowContexts + (kContexts ? kUnitStages * kRows * int(sizeof(RowContext)) : 0);
 
   static_assert(T::kBits == 16 && kDimQk % 64 == 0 && kDimVo % 64 == 0 && kDimVo <= kDimQk && kDimQk <= 256);
   static_assert(kTile % 64 == 0 && kQStages <= 2 && kShared <= 232448);
@@ -72,8 +72,16 @@ struct Number {
 struct Sm90Unit {
   WorkItem item;
   int head;
-  int pad[3];
+  /// Where the request's entries of the page table start.
+  int start;
+  int pad[2];
 };
+
+/// Where the last tile of an item begins: below `kv_start` if there is none.
+template <class C>
+__device__ __forceinline__ int last_tile(const WorkItem& w) {
+  return w.kv_start + (w.kv_end > w.kv_start ? (w.kv_end - w.kv_start - 1) / C::kTile * C::kTile : -C::kTile);
+}
 
 /// Keys and values in shared memory: [8-row group][64 columns][row][16-byte chunk], swizzled. A page's rows are one box, and
 /// groups of 8 rows are equally far apart, which is all that wgmma asks.
@@ -98,16 +106,21 @@ struct Sm90Pipe {
   __device__ __forceinline__ unsigned v_ready(int s) const { return barrier(5, s); }
   __device__ __forceinline__ unsigned v_empty(int s) const { return barrier(6, s); }
 
+  /// A unit is told of; its q may be on the way still.
+  __device__ __forceinline__ unsigned unit_full(int s) const { return barrier(7, s); }
+
   __device__ __forceinline__ void init() const {
+    constexpr int kCopiers = C::kGather ? 96 : 1;  // threads that say that rows have come
     for (int s = 0; s < 2; ++s) {
       barrier_init(q_full(s), 1);
-      barrier_init(q_empty(s), 8 + (C::kGather ? 0 : C::kKeepers));
-      barrier_init(k_full(s), C::kGather ? 4 : 1);
+      barrier_init(q_empty(s), 8);
+      barrier_init(k_full(s), kCopiers);
       barrier_init(k_empty(s), 8);
       barrier_init(v_full(s), 1);
-      barrier_init(v_ready(s), C::kKeepers);
+      barrier_init(v_ready(s), kCopiers);
       barrier_init(v_empty(s), 8);
     }
+    for (int s = 0; s < C::kUnitStages; ++s) barrier_init(unit_full(s), 1);
     barrier_init_done();
   }
 };

@@ -25,6 +25,17 @@
 
 namespace fir {
 
+/// Both warpgroups: their part of a unit is written; if it was the last, all parts become the output. Not inlined: it stands in two
+/// places, and is rare.
+template <class C>
+__device__ __noinline__ void merge_unit(const AttentionParams<typename C::Variant>& p, const Sm90Unit& u, int* flag) {
+  const int thread = threadIdx.x - 128, at = u.item.merge + u.head - u.item.head_start;
+  const MergeItem merge = p.out.merges[at];
+  if (last_part(p.out, at, merge.parts, flag, thread, [] { named_sync(3, 256); })) {
+    merge_parts<typename C::Variant, typename C::Out, 4, 4>(p.out, p.variant, u.item, u.head, p.group, merge, C::kDimVo, p.kv.v_scale, thread, 256);
+  }
+}
+
 /// Warpgroups 1 and 2.
 template <class C>
 __device__ __forceinline__ void consume(const Sm90Params<typename C::Variant>& all, const Sm90Pipe<C>& pipe, unsigned char* shared, int group) {
@@ -32,198 +43,250 @@ __device__ __forceinline__ void consume(const Sm90Params<typename C::Variant>& a
   using S = Sm90State<C>;
   const AttentionParams<V>& p = all.common;
   const int thread = threadIdx.x - 128, warp = (thread >> 5) & 3, lane = thread & 31;
+  const int first_row = group * 64 + warp * 16;
   const Sm90Unit* units = reinterpret_cast<const Sm90Unit*>(shared + C::kUnits);
-  RowContext* contexts = reinterpret_cast<RowContext*>(shared + C::kRowContexts) + group * 64 + warp * 16;
+  const RowContext* all_contexts = reinterpret_cast<const RowContext*>(shared + C::kRowContexts) + first_row;
   const int* strange = reinterpret_cast<const int*>(shared + C::kStrange);
 
   // The maximum is that of the scores when they are multiplied by a positive number: a negative one goes to their signs.
   const float factor = p.sm_scale * p.kv.k_scale * (V::kHasLogits || !V::kSoftmax ? 1.0f : kLog2e);
   const bool flip = !C::kEach && factor < 0.0f;
   const float scale = C::kEach ? 1.0f : fmaxf(fabsf(factor), 1e-30f);
+  constexpr bool kStale = V::kSoftmax && !C::kEach && !V::kHasOutput && !V::kHasValue;
 
   Ring<C::kQStages> qs;
+  Ring<C::kUnitStages> us;
   Ring<C::kStages> ks, vs;
+  // The unit at `us`: its places, and whether both warpgroups have rows of it.
+  int pos, kv_start, full_end;
+  bool both;
+  S state;
+  float s[S::kScores];
+  u32 weights[C::kTile / 16][4];
+
   auto free = [&](unsigned barrier) {
     if (lane == 0) barrier_arrive(barrier);
   };
+  // Rows that threads have copied are made visible to wgmma by who reads them.
+  auto wait_keys = [&] {
+    barrier_wait(pipe.k_full(ks.stage), ks.phase);
+    if constexpr (C::kGather) fence_async_proxy();
+  };
+  auto wait_values = [&] {
+    barrier_wait(pipe.v_ready(vs.stage), vs.phase);
+    if constexpr (C::kGather) fence_async_proxy();
+  };
+  auto open = [&](const Sm90Unit& u) {
+    pos = last_tile<C>(u.item), kv_start = u.item.kv_start, full_end = u.item.full_end;
+    both = u.item.tokens * p.group > 64;
+    state.m[0] = state.m[1] = neg_inf();
+    state.d[0] = state.d[1] = 0.0f;
+  };
+  auto turn = [&] {
+    if (both) named_sync(1 + group, 256);
+  };
+  auto pass = [&] {
+    if (both) named_arrive(2 - group, 256);
+  };
+  auto scores = [&] {
+    const WgmmaTile q_tile(pipe.base + C::kQ + qs.stage * C::kQBytes + group * 64 * 128, 16, 1024);
+    const WgmmaTile k_tile(pipe.base + C::kK + ks.stage * C::kKBytes, 16, C::kDimQk * 16);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < C::kDimQk / 16; ++i) {
+      wgmma<C::kType, 0, 0>(s, q_tile.at((i / 4) * C::kRows * 128 + (i % 4) * 32), k_tile.at((i / 4) * 1024 + (i % 4) * 32), i != 0);
+    }
+    wgmma_commit();
+  };
+  auto values = [&] {
+    const WgmmaTile v_tile(pipe.base + C::kV + vs.stage * C::kVBytes, 1024, C::kDimVo * 16);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < C::kTile / 16; ++i) wgmma<C::kType, 1>(state.o, weights[i], v_tile.at(i * C::kDimVo * 32), 1);
+    wgmma_commit();
+  };
+  auto negate = [&] {
+    if (flip) {
+#pragma unroll
+      for (int i = 0; i < S::kScores; ++i) s[i] = -s[i];
+    }
+  };
+  // Scores to weights, but for what waits until `o` is at rest: whether that is to be multiplied by `by`.
+  float by[2];
+  auto soften = [&](bool masked) {
+    negate();
+    if (C::kEach || masked) S::edit(s, p, units[us.stage], all_contexts + us.stage * C::kRows, pos, masked, factor);
+    bool grown = false;
+    if constexpr (V::kSoftmax) grown = state.rise(s, scale, by);
+    state.weigh(s, scale);
+    return grown;
+  };
+  auto sum = [&] {
+    const Sm90Unit& u = units[us.stage];
+    state.sum(s, [&](int j) { return V::value_scale(p.variant, u.item.request, u.item.kv_len, u.item.kv_base + pos + j, u.head); });
+  };
+  // Values that are not finite where a mask hides some: added to the rows that see them, then cleared for the product.
+  auto settle = [&](bool masked) {
+    if constexpr (V::kHasMask) {
+      if (masked) {
+        wait_values();
+        const int* f = strange + vs.stage * 4;
+        if (f[0] | (C::kGather ? f[1] | f[2] : 0)) {
+          const ValueTile<typename C::Type, C::kTile, C::kDimVo / 8, GroupedRows<C::kDimVo>> tile{shared + C::kV + vs.stage * C::kVBytes, nullptr};
+          tile.template add<1, C::kDimVo / 8>(state.o, s, [](float x, int, int, int) { return x; });
+          named_sync(4, both ? 256 : 128);
+          if (both) tile.template clear<256>(thread);
+          else tile.template clear<128>(thread);
+          fence_async_proxy();
+          named_sync(4, both ? 256 : 128);
+        }
+      }
+    }
+  };
+  auto pack = [&] {
+#pragma unroll
+    for (int i = 0; i < C::kTile / 16; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) weights[i][j] = pack2<typename C::Type>(s[8 * i + 2 * j], s[8 * i + 2 * j + 1]);
+    }
+  };
+  auto clear = [&] {
+#pragma unroll
+    for (int i = 0; i < S::kOut; ++i) state.o[i] = 0.0f;
+  };
+  // Writes unit `u`, whose softmax ended with (m, d).
+  auto finish = [&](const Sm90Unit& u, const float (&m)[2], const float (&d)[2], bool mine) {
+    if (mine) state.finish(p, u.item, u.head, first_row, all.group_inverse, m, d);
+    if (u.item.partial >= 0) merge_unit<C>(p, u, reinterpret_cast<int*>(shared + C::kFlag));
+  };
+  auto free_queries = [&] {
+    free(pipe.q_empty(qs.stage));
+    qs.next();
+  };
+
   if (group == 1) named_arrive(1, 256);
   while (true) {
+    barrier_wait(pipe.unit_full(us.stage), us.phase);
+    if (units[us.stage].head < 0) break;
+    open(units[us.stage]);
     barrier_wait(pipe.q_full(qs.stage), qs.phase);
-    const Sm90Unit& u = units[qs.stage];
-    if (u.head < 0) break;
-    const int kv_start = u.item.kv_start, kv_end = u.item.kv_end, rows = u.item.tokens * p.group, full_end = u.item.full_end;
     // A short unit is the first warpgroup's alone.
-    const bool both = rows > 64;
-    if (group == 1 && !both) {
+    const bool mine = group == 0 || both;
+    if (!mine) {
 #pragma unroll 1
-      for (int pos = kv_start; pos < kv_end; pos += C::kTile) {
+      for (; pos >= kv_start; pos -= C::kTile) {
         barrier_wait(pipe.k_full(ks.stage), ks.phase);
         free(pipe.k_empty(ks.stage));
         barrier_wait(pipe.v_ready(vs.stage), vs.phase);
         free(pipe.v_empty(vs.stage));
         ks.next(), vs.next();
       }
-    } else {
-      if constexpr (C::kContexts) {
-        if (lane < 16) contexts[lane] = row_context(u.item, p.out.tokens, u.head, p.group, min(group * 64 + warp * 16 + lane, rows - 1));
-        __syncwarp();
-      }
-      S state;
-      float s[S::kScores];
-      u32 weights[C::kTile / 16][4];
-      state.m[0] = state.m[1] = neg_inf();
-      state.d[0] = state.d[1] = 0.0f;
-#pragma unroll
-      for (int i = 0; i < S::kOut; ++i) state.o[i] = 0.0f;
-
-      const unsigned q_at = pipe.base + C::kQ + qs.stage * C::kQBytes + group * 64 * 128;
-      const WgmmaTile q_tile(q_at, 16, 1024);
-      auto turn = [&] {
-        if (both) named_sync(1 + group, 256);
-      };
-      auto pass = [&] {
-        if (both) named_arrive(2 - group, 256);
-      };
-      auto scores = [&] {
-        const WgmmaTile k_tile(pipe.base + C::kK + ks.stage * C::kKBytes, 16, C::kDimQk * 16);
-        wgmma_fence();
-#pragma unroll
-        for (int i = 0; i < C::kDimQk / 16; ++i) {
-          wgmma<C::kType, 0, 0>(s, q_tile.at((i / 4) * C::kRows * 128 + (i % 4) * 32), k_tile.at((i / 4) * 1024 + (i % 4) * 32), i != 0);
-        }
-        wgmma_commit();
-      };
-      auto values = [&] {
-        const WgmmaTile v_tile(pipe.base + C::kV + vs.stage * C::kVBytes, 1024, C::kDimVo * 16);
-        wgmma_fence();
-#pragma unroll
-        for (int i = 0; i < C::kTile / 16; ++i) wgmma<C::kType, 1>(state.o, weights[i], v_tile.at(i * C::kDimVo * 32), 1);
-        wgmma_commit();
-      };
-      // Scores to weights, but for what waits until `o` is at rest.
-      constexpr bool kStale = V::kSoftmax && !C::kEach && !V::kHasOutput && !V::kHasValue;
-      float by[2];
-      auto soften = [&](int pos, bool masked) {
-        if (flip) {
-#pragma unroll
-          for (int i = 0; i < S::kScores; ++i) s[i] = -s[i];
-        }
-        if (C::kEach || masked) S::edit(s, p, u, contexts, pos, masked, factor);
-        bool grown = false;
-        if constexpr (V::kSoftmax) grown = state.rise(s, scale, by);
-        state.weigh(s, scale);
-        return grown;
-      };
-      auto sum = [&](int pos) {
-        state.sum(s, [&](int j) { return V::value_scale(p.variant, u.item.request, u.item.kv_len, u.item.kv_base + pos + j, u.head); });
-      };
-      // Values that are not finite where a mask hides some: added to the rows that see them, then cleared for the product.
-      // `at`: the stage of this tile's values.
-      auto settle = [&](bool masked, Ring<C::kStages> at) {
-        if constexpr (V::kHasMask) {
-          if (masked) {
-            barrier_wait(pipe.v_ready(at.stage), at.phase);
-            const int* f = strange + at.stage * 4;
-            if (f[0] | f[1] | f[2] | (C::kGather ? f[3] : 0)) {
-              const ValueTile<typename C::Type, C::kTile, C::kDimVo / 8, GroupedRows<C::kDimVo>> tile{shared + C::kV + at.stage * C::kVBytes, nullptr};
-              tile.template add<1, C::kDimVo / 8>(state.o, s, [](float x, int, int, int) { return x; });
-              named_sync(4, both ? 256 : 128);
-              if (both) tile.template clear<256>(thread);
-              else tile.template clear<128>(thread);
-              fence_async_proxy();
-              named_sync(4, both ? 256 : 128);
-            }
-          }
-        }
-      };
-      auto pack = [&] {
-#pragma unroll
-        for (int i = 0; i < C::kTile / 16; ++i) {
-#pragma unroll
-          for (int j = 0; j < 4; ++j) weights[i][j] = pack2<typename C::Type>(s[8 * i + 2 * j], s[8 * i + 2 * j + 1]);
-        }
-      };
-
-      if (kv_start < kv_end) {
-        barrier_wait(pipe.k_full(ks.stage), ks.phase);
-        turn();
-        scores();
-        pass();
-        wgmma_wait<0>();
-        free(pipe.k_empty(ks.stage));
-        ks.next();
-        const bool first = kv_start + C::kTile > full_end;
-        soften(kv_start, first);
-        sum(kv_start);
-        settle(first, vs);
-        pack();
-        int pos = kv_start + C::kTile;
-        auto step = [&](bool masked) {
-          barrier_wait(pipe.k_full(ks.stage), ks.phase);
+    }
+    clear();
+    if (pos >= kv_start) {
+      wait_keys();
+      turn();
+      scores();
+      pass();
+      wgmma_wait<0>();
+      free(pipe.k_empty(ks.stage));
+      ks.next();
+      const bool masked = pos + C::kTile > full_end;
+      soften(masked);
+      sum();
+      settle(masked);
+      pack();
+      pos -= C::kTile;
+      while (true) {
+        // Tiles that every row sees, where it has seen something before: no question is asked.
+#pragma unroll 1
+        for (; pos >= kv_start && pos + C::kTile < full_end; pos -= C::kTile) {
+          wait_keys();
           turn();
           scores();
-          barrier_wait(pipe.v_ready(vs.stage), vs.phase);
+          wait_values();
           values();
           pass();
           wgmma_wait<1>();
-          if (kStale && !masked) {
-            if (flip) {
-#pragma unroll
-              for (int i = 0; i < S::kScores; ++i) s[i] = -s[i];
-            }
+          if constexpr (kStale) {
+            negate();
             state.weigh(s, scale);
             wgmma_wait<0>();
             free(pipe.v_empty(vs.stage));
             vs.next();
-            float sum[2];
-            S::add_up(s, sum);
-            if (__any_sync(~0u, state.is_lost(sum[0], 0) || state.is_lost(sum[1], 1))) {
-              state.again(s, sum, shared + C::kQ + qs.stage * C::kQBytes + (group * 64 + warp * 16) * 128, shared + C::kK + ks.stage * C::kKBytes, factor);
+            float sums[2];
+            S::add_up(s, sums);
+            if (__any_sync(~0u, state.is_lost(sums[0], 0) || state.is_lost(sums[1], 1))) {
+              state.again(s, sums, shared + C::kQ + qs.stage * C::kQBytes + first_row * 128, shared + C::kK + ks.stage * C::kKBytes, factor);
             }
             free(pipe.k_empty(ks.stage));
             ks.next();
-            state.calm(s, sum);
-            pack();
-            return;
+            state.calm(s, sums);
+          } else {
+            free(pipe.k_empty(ks.stage));
+            ks.next();
+            const bool grown = soften(false);
+            wgmma_wait<0>();
+            free(pipe.v_empty(vs.stage));
+            vs.next();
+            sum();
+            if (grown) state.rescale(by);
           }
-          free(pipe.k_empty(ks.stage));
-          ks.next();
-          const bool grown = soften(pos, masked);
-          wgmma_wait<0>();
-          free(pipe.v_empty(vs.stage));
-          vs.next();
-          sum(pos);
-          if (grown) state.rescale(by);
-          settle(masked, vs);
           pack();
-        };
-        // Tiles that every row sees, then the others: no question is asked in the first loop.
-#pragma unroll 1
-        for (; pos + C::kTile <= full_end; pos += C::kTile) step(false);
-#pragma unroll 1
-        for (; pos < kv_end; pos += C::kTile) step(true);
-        barrier_wait(pipe.v_ready(vs.stage), vs.phase);
+        }
+        // Others; and, beside the last values of this unit, the first tile of the next.
+        float m[2] = {state.m[0], state.m[1]}, d[2] = {state.d[0], state.d[1]};
+        const bool last = pos < kv_start;
+        const Sm90Unit& u = units[us.stage];
+        if (last) {
+          // Its scores are all there.
+          free_queries();
+          // With one place for q, the next is only now on its way.
+          if constexpr (C::kQStages == 1) break;
+          Ring<C::kUnitStages> next = us;
+          next.next();
+          barrier_wait(pipe.unit_full(next.stage), next.phase);
+          const Sm90Unit& n = units[next.stage];
+          if (n.head < 0 || n.item.kv_start >= n.item.kv_end || (n.item.tokens * p.group > 64) != both) break;
+          us = next;
+          open(n);
+          barrier_wait(pipe.q_full(qs.stage), qs.phase);
+        }
+        wait_keys();
+        turn();
+        scores();
+        wait_values();
         values();
+        pass();
+        wgmma_wait<1>();
+        free(pipe.k_empty(ks.stage));
+        ks.next();
+        const bool masked = pos + C::kTile > full_end;
+        const bool grown = soften(masked);
         wgmma_wait<0>();
         free(pipe.v_empty(vs.stage));
         vs.next();
+        sum();
+        if (last) {
+          finish(u, m, d, true);
+          clear();
+        } else if (grown) {
+          state.rescale(by);
+        }
+        settle(masked);
+        pack();
+        pos -= C::kTile;
       }
-      // The unit's queries are no longer read: their place takes the rows on their way out.
-      named_sync(5 + group, 128);
-      state.template finish<C::kRows * 128>(p, u.item, u.head, group * 64 + warp * 16,
-                                            shared + C::kQ + qs.stage * C::kQBytes + (group * 64 + warp * 16) * 128);
+      wait_values();
+      values();
+      wgmma_wait<0>();
+      free(pipe.v_empty(vs.stage));
+      vs.next();
+    } else {
+      free_queries();
     }
-    if (u.item.partial >= 0) {
-      const int at = u.item.merge + u.head - u.item.head_start;
-      const MergeItem merge = p.out.merges[at];
-      if (last_part(p.out, at, merge.parts, reinterpret_cast<int*>(shared + C::kFlag), thread, [] { named_sync(3, 256); })) {
-        merge_parts<V, typename C::Out, 4, 4>(p.out, p.variant, u.item, u.head, p.group, merge, C::kDimVo, p.kv.v_scale, thread, 256);
-      }
-    }
-    fence_async_proxy();
-    __syncwarp();
-    free(pipe.q_empty(qs.stage));
-    qs.next();
+    finish(units[us.stage], state.m, state.d, mine);
+    us.next();
   }
 }
 
@@ -237,9 +300,12 @@ __global__ void __launch_bounds__(C::kThreads, 1) prefill_sm90(const __grid_cons
   __syncthreads();
   if (group == 0) {
     fewer_registers<40>();
-    if constexpr (C::kGather) bring_rows(all, pipe, shared);
-    else if (threadIdx.x < 32) bring_boxes(all, pipe, shared);
-    else keep_boxes(pipe, shared);
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+    if (warp == 0) bring_units(all, pipe, shared);
+    else if constexpr (C::kGather) bring_rows(all, pipe, shared);
+    else if (warp == 1) bring_boxes<C, true>(all, pipe, shared);
+    else if (warp == 2) bring_boxes<C, false>(all, pipe, shared);
+    else keep_values(pipe, shared);
   } else {
     more_registers<232>();
     consume(all, pipe, shared, group - 1);

@@ -186,6 +186,14 @@ struct Sm90State {
     for (int i = 0; i < kOut; ++i) o[i] *= factor[(i >> 1) & 1];
   }
 
+  /// The lane whose bit is 0 gives b for the other's a.
+  template <int kBit>
+  __device__ __forceinline__ static void trade(u32& a, u32& b, int lane) {
+    const bool high = lane & kBit;
+    const u32 other = __shfl_xor_sync(~0u, high ? a : b, kBit);
+    a = high ? other : a, b = high ? b : other;
+  }
+
   /// Calls `put(column, x[4])` with 4 columns of row h at a time. All lanes call it.
   template <class F>
   __device__ __forceinline__ void columns(int h, F put) const {
@@ -201,10 +209,8 @@ struct Sm90State {
     }
   }
 
-  /// Writes the warp's rows from `first` on: the output of a whole unit, or a part's state. `stage` is the warp's place in
-  /// shared memory, 16 rows of 128 bytes for each 64 columns, `kStride` bytes apart.
-  template <int kStride>
-  __device__ __forceinline__ void finish(const AttentionParams<V>& p, const WorkItem& w, int head, int first, unsigned char* stage) {
+  /// Writes the warp's rows from `first` on, whose softmax ended with (m, d): the output of a whole unit, or a part's state.
+  __device__ __forceinline__ void finish(const AttentionParams<V>& p, const WorkItem& w, int head, int first, unsigned inverse, const float (&m)[2], const float (&d)[2]) {
     const int lane = threadIdx.x & 31, rows = w.tokens * p.group;
     const float v_scale = p.kv.v_scale;
     constexpr bool kStates = Same<typename C::Out, State>::value;
@@ -213,7 +219,7 @@ struct Sm90State {
       for (int h = 0; h < 2; ++h) {
         const int row = first + 8 * h + lane / 4;
         const bool there = row < rows, whole = w.partial < 0;
-        const int token = row / p.group, qo = head * p.group + row - token * p.group;
+        const int token = row * inverse >> 22, qo = head * p.group + row - token * p.group;
         const float sum = quad_sum(d[h]), scale = whole ? v_scale : 1.0f;
         const long long to = w.partial + static_cast<long long>(head - w.head_start) * rows + row;
         float* at = whole ? reinterpret_cast<float*>(p.out.out + static_cast<long long>(w.q_start + token) * p.out.out_token + qo * p.out.out_head)
@@ -230,7 +236,7 @@ struct Sm90State {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int row = first + 8 * h + lane / 4;
-        const int token = row / p.group, qo = head * p.group + row - token * p.group;
+        const int token = row * inverse >> 22, qo = head * p.group + row - token * p.group;
         float sum = quad_sum(d[h]), top = m[h], scale = v_scale;
         RowContext context;
         if constexpr (V::kHasInit || V::kHasOutput) context = row_context(w, p.out.tokens, head, p.group, min(row, rows - 1));
@@ -241,36 +247,29 @@ struct Sm90State {
             scale *= a;
             top = next;
           }
-          scale = sum == 0.0f ? 0.0f : scale / sum;
-        }
-#pragma unroll
-        for (int i = 0; i < kOut; ++i) {
-          if (((i >> 1) & 1) != h) continue;
-          o[i] = V::kSoftmax && sum == 0.0f ? 0.0f : o[i] * scale;
-          if constexpr (V::kHasOutput) o[i] = context.template output<V>(p.variant, o[i], top * kLn2, sum);
+          scale = sum == 0.0f ? 0.0f : __fdividef(scale, sum);
         }
         if (V::kSoftmax && p.out.lse != nullptr && row < rows && (lane & 3) == 0) {
           p.out.lse[(w.q_start + token) * p.out.lse_token + qo * p.out.lse_head] = sum == 0.0f ? neg_inf() : top + log2f(sum);
         }
-      }
-      // Through shared memory, so that 8 lanes write 128 bytes of a row.
-      const unsigned at = shared_address(stage) + (lane & 15) * 128;
+        // Lanes of a quad have two columns each of 8: they trade until each has all of one in four chunks of 8, 16 bytes.
+        unsigned char* to = p.out.out + static_cast<long long>(w.q_start + token) * p.out.out_token + static_cast<long long>(qo) * p.out.out_head;
+        const int q = lane & 3;
 #pragma unroll
-      for (int g = 0; g < C::kDimVo / 8; g += 2) {
-        const float* x = o + g * 4;
-        stmatrix_x4(at + (g >> 3) * kStride + ((((g & 7) + (lane >> 4)) ^ (lane & 7)) << 4), pack2<typename C::Out>(x[0], x[1]),
-                    pack2<typename C::Out>(x[2], x[3]), pack2<typename C::Out>(x[4], x[5]), pack2<typename C::Out>(x[6], x[7]));
-      }
-      __syncwarp();
+        for (int g = 0; g < C::kDimVo / 8; g += 4) {
+          u32 x[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int r = 4 * i + lane / 8, row = first + r, token = row / p.group;
-        unsigned char* to = p.out.out + static_cast<long long>(w.q_start + token) * p.out.out_token +
-                            static_cast<long long>(head * p.group + row - token * p.group) * p.out.out_head + (lane & 7) * 16;
-#pragma unroll
-        for (int c = 0; c < C::kDimVo / 64; ++c) {
-          const uint4 x = *reinterpret_cast<const uint4*>(stage + c * kStride + r * 128 + (((lane ^ r) & 7) << 4));
-          if (row < rows) *reinterpret_cast<uint4*>(to + c * 128) = x;
+          for (int k = 0; k < 4; ++k) {
+            float a = o[4 * (g + k) + 2 * h] * scale, b = o[4 * (g + k) + 2 * h + 1] * scale;
+            if constexpr (V::kHasOutput) {
+              if (V::kSoftmax && sum == 0.0f) a = b = 0.0f;
+              a = context.template output<V>(p.variant, a, top * kLn2, sum), b = context.template output<V>(p.variant, b, top * kLn2, sum);
+            }
+            x[k] = V::kSoftmax && !V::kHasOutput && sum == 0.0f ? 0u : pack2<typename C::Out>(a, b);
+          }
+          trade<1>(x[0], x[1], q), trade<1>(x[2], x[3], q);
+          trade<2>(x[0], x[2], q), trade<2>(x[1], x[3], q);
+          if (row < rows) *reinterpret_cast<uint4*>(to + (g + q) * 16) = make_uint4(x[0], x[1], x[2], x[3]);
         }
       }
     }

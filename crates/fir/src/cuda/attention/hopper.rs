@@ -12,6 +12,9 @@ use crate::tensor::DType;
 /// Rows of a query tile: 64 for each of two warpgroups.
 pub(super) const ROWS: usize = 128;
 
+/// Units that are known at a time, each with where its rows stand.
+const UNITS: usize = 5;
+
 /// Most rows of a box: a tile of 64 or 128 positions begins at a multiple of it.
 const BOX: usize = 64;
 
@@ -32,7 +35,7 @@ params! {
         k_page: i32,
         v_page: i32,
         groups: i32,
-        pad: i32,
+        group_inverse: i32,
     }
 }
 
@@ -69,7 +72,7 @@ impl Shape {
     /// Bytes of shared memory, `Sm90Config::kShared` of a variant with row contexts.
     pub(super) fn smem(self, s: &Spec) -> u32 {
         let (q, kv) = (self.q_stages * ROWS * s.dim_qk * 2, 2 * self.tile * (s.dim_qk + s.dim_vo) * 2);
-        (q + kv + 336 + ROWS * 24) as u32
+        (q + kv + 160 + UNITS * 80 + 48 + UNITS * ROWS * 24) as u32
     }
 }
 
@@ -156,7 +159,7 @@ pub(super) fn params(
         k_page: b.pages[0] as i32,
         v_page: b.pages[1] as i32,
         groups: if b.ragged.is_some() { b.groups[0].min(i32::MAX as u64) as i32 } else { i32::MAX },
-        pad: 0,
+        group_inverse: (1usize << 22).div_ceil(spec.group) as i32,
     })
 }
 
