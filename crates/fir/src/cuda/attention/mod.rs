@@ -333,45 +333,6 @@ impl Plan {
         Ok(Self { gpu: gpu.clone(), spec, hooks, kv_heads, split, tiles, lanes, levels, beside })
     }
 
-    /// What requests of so many query and KV tokens ask of the device.
-    pub(crate) fn load(&self, q_lens: &[u32], kv_lens: &[u32]) -> Load {
-        let mut all = Load::default();
-        for (&q_len, &kv_len) in q_lens.iter().zip(kv_lens) {
-            let (tile, long) = self.tile(q_len);
-            for _ in 0..q_len.div_ceil(tile) {
-                all = all.and(Load::of(&self.spec, self.kv_heads, kv_len, long));
-            }
-        }
-        all
-    }
-
-    /// Says what else will run beside the next batches.
-    pub(crate) fn set_beside(&mut self, load: Load) {
-        self.beside = load;
-    }
-
-    /// Whether lanes may run beside each other.
-    fn is_shared(&self) -> bool {
-        let forms = self.lanes.iter().map(|l| l.instance.form);
-        forms.eq([Form::Decode, Form::Hopper])
-    }
-
-    /// Cuts the multiprocessors between lanes that run beside each other, and gives each all of them otherwise.
-    fn share(&mut self, batch: &Batch<'_>) {
-        let of = |entries, long| Load::of_entries(&self.spec, self.kv_heads, entries, long);
-        let load = self.beside.and(of(batch.entries, false)).and(of(batch.long, true));
-        let all = self.gpu.properties().multiprocessors as usize;
-        let long = if self.is_shared() { load.share(all) } else { None };
-        for (i, lane) in self.lanes.iter_mut().enumerate() {
-            let own = long.map_or(all, |long| if i == 1 { long } else { all - long });
-            lane.busy = (lane.workers * own / all).max(1);
-            // A team is never cut.
-            if lane.busy < lane.team {
-                lane.busy = lane.workers;
-            }
-        }
-    }
-
     /// Tokens of a query tile of a request of `q_len` tokens, and whether it is long.
     pub(crate) fn tile(&self, q_len: u32) -> (u32, bool) {
         let group = self.spec.group;
@@ -502,7 +463,7 @@ impl Plan {
     pub(crate) fn run<'a>(&'a self, gpu: &'a Gpu, args: Args<'a>) -> Result<bool> {
         let Args { op, q, q_pe, k, v, kpe, block_scales, index, sm_scale, text_scale, v_scale, bound, scratch, .. } =
             args;
-        let (sink, mut behind) = (args.sink, args.behind);
+        let (sink, behind) = (args.sink, args.behind);
         let spec = &self.spec;
         list::check(op, &self.gpu, gpu)?;
         let mut call = Call::new(gpu, op);
@@ -623,6 +584,8 @@ impl Plan {
         let boxes = hopper::Boxes::new([k, v], pages as u64, rows_per_page as u64, indices == Address(0));
         let mut tail = Vec::new();
         self.hooks.pack(&mut call, bound, self.known(text_scale), &mut tail)?;
+        // What was copied for this call must have come before anything reads it.
+        let mut behind = behind && !call.has_copies();
         let mut bytes = Vec::with_capacity(1024);
         // Long tiles first: their blocks have a multiprocessor each, and those of short ones fill the others.
         for (i, lane) in self.lanes.iter().enumerate().rev() {

@@ -4,8 +4,8 @@
 //! each other hardly more than the longer of the two; but a block of `sm90_prefill.cuh` has a multiprocessor for itself, so
 //! the device is cut in two.
 
-use super::Spec;
-use super::form::bits;
+use super::form::{Form, bits};
+use super::{Batch, Plan, Spec};
 use crate::plan::Entry;
 
 /// What a batch asks of a device.
@@ -81,6 +81,47 @@ impl Load {
         let beside = |n: usize| self.long_on(n as f64).max(self.short_on((all - n) as f64));
         let (time, best) = (2..all).step_by(2).map(|n| (beside(n), n)).min_by(|a, b| a.0.total_cmp(&b.0))?;
         (time < self.long_on(all as f64) + self.short_on(all as f64)).then_some(best)
+    }
+}
+
+impl Plan {
+    /// What requests of so many query and KV tokens ask of the device.
+    pub(crate) fn load(&self, q_lens: &[u32], kv_lens: &[u32]) -> Load {
+        let mut all = Load::default();
+        for (&q_len, &kv_len) in q_lens.iter().zip(kv_lens) {
+            let (tile, long) = self.tile(q_len);
+            for _ in 0..q_len.div_ceil(tile) {
+                all = all.and(Load::of(&self.spec, self.kv_heads, kv_len, long));
+            }
+        }
+        all
+    }
+
+    /// Says what else will run beside the next batches.
+    pub(crate) fn set_beside(&mut self, load: Load) {
+        self.beside = load;
+    }
+
+    /// Whether lanes may run beside each other.
+    pub(super) fn is_shared(&self) -> bool {
+        let forms = self.lanes.iter().map(|l| l.instance.form);
+        forms.eq([Form::Decode, Form::Hopper])
+    }
+
+    /// Cuts the multiprocessors between lanes that run beside each other, and gives each all of them otherwise.
+    pub(super) fn share(&mut self, batch: &Batch<'_>) {
+        let of = |entries, long| Load::of_entries(&self.spec, self.kv_heads, entries, long);
+        let load = self.beside.and(of(batch.entries, false)).and(of(batch.long, true));
+        let all = self.gpu.properties().multiprocessors as usize;
+        let long = if self.is_shared() { load.share(all) } else { None };
+        for (i, lane) in self.lanes.iter_mut().enumerate() {
+            let own = long.map_or(all, |long| if i == 1 { long } else { all - long });
+            lane.busy = (lane.workers * own / all).max(1);
+            // A team is never cut.
+            if lane.busy < lane.team {
+                lane.busy = lane.workers;
+            }
+        }
     }
 }
 
