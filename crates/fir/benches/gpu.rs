@@ -1,7 +1,7 @@
 //! Operators on a GPU, beside the goal and the best figure known of others on an H200.
 //!
 //! ```text
-//! cargo bench -p fir-infer --bench gpu -- [filter]
+//! cargo bench -p fir-infer --bench gpu -- [filters]
 //! ```
 //!
 //! A sample is one call between two events, after 256 MB were written so that nothing of it is in the cache; the time shown
@@ -57,11 +57,11 @@ mod gpu {
                 return Ok(());
             }
         };
-        let filter = std::env::args().skip(1).find(|a| !a.starts_with("--")).unwrap_or_default();
+        let filters: Vec<String> = std::env::args().skip(1).filter(|a| !a.starts_with("--")).collect();
         println!("{gpu:?}\n");
         println!("µs; TFLOP/s where a goal is in them. `first`: ms of the first call, what it compiles included.\n");
         println!("| case | first | µs | rate | goal | best peer | |\n|---|--:|--:|--:|--:|--:|---|");
-        let suite = Suite { exec: Exec::Cuda(gpu.clone()), gpu, filter };
+        let suite = Suite { exec: Exec::Cuda(gpu.clone()), gpu, filters };
         for (shape, goal, peer) in RMS_NORM {
             suite.rms_norm(shape, goal, peer)?;
         }
@@ -100,7 +100,7 @@ mod gpu {
     struct Suite {
         exec: Exec,
         gpu: Gpu,
-        filter: String,
+        filters: Vec<String>,
     }
 
     impl Suite {
@@ -232,10 +232,11 @@ mod gpu {
             )
         }
 
-        /// Whether the filter of the command line has it.
+        /// Whether a filter of the command line has it, or there is none.
         fn wants(&self, name: &str) -> bool {
             // A family is wanted for each of its cases.
-            name.contains(&self.filter) || (self.filter.starts_with(name) && !name.is_empty())
+            let has = |filter: &String| name.contains(filter) || (filter.starts_with(name) && !name.is_empty());
+            self.filters.is_empty() || self.filters.iter().any(has)
         }
 
         fn bench(

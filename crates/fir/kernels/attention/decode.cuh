@@ -16,6 +16,9 @@
 // are free. KV of 8 and 4 bits becomes f16 in registers, after ldmatrix, which moves pairs of bytes: the order of k in
 // q . k and of the output's columns is permuted to fit (`Fragment`), and costs nothing.
 //
+// It may run beside the kernel before it, of the same call and with scratch of its own: it waits for that one's end, not
+// for its results.
+//
 // reads  q; pages of the items' requests, never a row at or past kv_end
 // writes out, lse of whole units and of merged ones; partial_o, partial_md of parts; counters end as they began
 // twins  src/cpu/attention/, src/reference/attention.rs, src/plan/schedule.rs
@@ -505,6 +508,7 @@ __global__ void __launch_bounds__(C::kThreads, kMinBlocks) decode(const __grid_c
   unsigned char* q_shared = shared + C::kQ;
   unsigned long long* turns = reinterpret_cast<unsigned long long*>(shared + C::kTurns);
 
+  start_next();
   DecodeLoader<C> loader(p, ring_address, desc);
   loader.start(blockIdx.x / p.team);
 #pragma unroll
@@ -655,7 +659,8 @@ __global__ void __launch_bounds__(C::kThreads, kMinBlocks) decode(const __grid_c
           finish_row<V, typename C::Out>(p.out, p.variant, w, head, p.group, row, 4 * u, v_scale, x, m, d);
         } else {
           const long long to = w.partial + static_cast<long long>(head - w.head_start) * rows + row;
-          __stcg(reinterpret_cast<float4*>(p.out.partial_o + to * p.kv.dim_vo) + u, make_float4(x[0], x[1], x[2], x[3]));
+          const float f = part_scale<typename C::Out>(v_scale);
+          __stcg(reinterpret_cast<float4*>(p.out.partial_o + to * p.kv.dim_vo) + u, make_float4(x[0] * f, x[1] * f, x[2] * f, x[3] * f));
           if (u == 0) __stcg(p.out.partial_md + to, make_float2(m, d));
         }
       }
@@ -668,6 +673,8 @@ __global__ void __launch_bounds__(C::kThreads, kMinBlocks) decode(const __grid_c
     }
     item = w.next;
   }
+  // Launched beside longer tiles of the same call, it ends after them.
+  if (blockIdx.x == 0) wait_for_previous();
 }
 
 }  // namespace fir

@@ -240,7 +240,7 @@ __global__ void __launch_bounds__(128, 1) plain(const __grid_constant__ PlainPar
               finish_row<V, TO>(p.out, p.variant, w, head, p.group, first + row, column, p.kv.v_scale, x, top, d[row]);
             } else {
               const long long to = w.partial + static_cast<long long>(head - w.head_start) * rows + first + row;
-              __stcg(p.out.partial_o + to * dim_vo + column, x[0]);
+              __stcg(p.out.partial_o + to * dim_vo + column, x[0] * part_scale<TO>(p.kv.v_scale));
               if (column == 0) __stcg(p.out.partial_md + to, make_float2(top, d[row]));
             }
           }

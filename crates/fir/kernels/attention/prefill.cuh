@@ -448,8 +448,9 @@ struct TileState {
         if (w.partial >= 0) {
           const long long to = w.partial + static_cast<long long>(head - w.head_start) * rows + row;
           float* at = p.out.partial_o + to * dim;
+          const float f = part_scale<typename C::Out>(v_scale);
           columns(i, h, [&](int column, const float (&x)[4]) {
-            if (there && column < dim) __stcg(reinterpret_cast<float4*>(at + column), make_float4(x[0], x[1], x[2], x[3]));
+            if (there && column < dim) __stcg(reinterpret_cast<float4*>(at + column), make_float4(x[0] * f, x[1] * f, x[2] * f, x[3] * f));
           });
           if (there && (lane & 3) == 0) __stcg(p.out.partial_md + to, make_float2(top, sum));
           continue;

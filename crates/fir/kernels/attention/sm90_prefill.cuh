@@ -296,6 +296,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) prefill_sm90(const __grid_cons
   extern __shared__ __align__(1024) unsigned char shared[];
   const Sm90Pipe<C> pipe{shared_address(shared)};
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  start_next();  // short tiles of the same call run beside this (decode.cuh)
   if (threadIdx.x == 0) pipe.init();
   __syncthreads();
   if (group == 0) {

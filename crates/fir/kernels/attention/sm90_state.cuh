@@ -220,7 +220,7 @@ struct Sm90State {
         const int row = first + 8 * h + lane / 4;
         const bool there = row < rows, whole = w.partial < 0;
         const int token = row * inverse >> 22, qo = head * p.group + row - token * p.group;
-        const float sum = quad_sum(d[h]), scale = whole ? v_scale : 1.0f;
+        const float sum = quad_sum(d[h]), scale = whole ? v_scale : part_scale<typename C::Out>(v_scale);
         const long long to = w.partial + static_cast<long long>(head - w.head_start) * rows + row;
         float* at = whole ? reinterpret_cast<float*>(p.out.out + static_cast<long long>(w.q_start + token) * p.out.out_token + qo * p.out.out_head)
                           : p.out.partial_o + to * C::kDimVo;

@@ -65,7 +65,7 @@ struct OutParams {
   float* partial_o;
   float2* partial_md;
   const MergeItem* merges;
-  /// One per merge; 0 before and after every launch.
+  /// One per merge; 0 before and after every launch. Null: parts stay what they are.
   unsigned* counters;
   /// Null: the item's own request, q_idx and so on.
   const TokenContext* tokens;
@@ -76,6 +76,13 @@ struct OutParams {
 struct State {
   static constexpr int kBits = 32;
 };
+
+/// What the rows of a part are multiplied by: they are merged and then get the values' scale, but for levels.cuh, to which a part
+/// is as good as a whole.
+template <class TO>
+__device__ __forceinline__ float part_scale(float v_scale) {
+  return Same<TO, State>::value ? v_scale : 1.0f;
+}
 
 /// Row `row` of a unit, as hooks see it.
 __device__ __forceinline__ RowContext row_context(const WorkItem& w, const TokenContext* tokens, int head, int group, int row) {
@@ -142,9 +149,11 @@ __device__ __forceinline__ void finish_row(const OutParams& out, const typename 
 }
 
 /// Says that this block's part of merge `merge` is written; true in the block that was the last of all parts, which
-/// then sees every other's. Threads from 0 on call it, all those of `sync`; `flag` is a shared word.
+/// then sees every other's. Threads from 0 on call it, all those of `sync`; `flag` is a shared word. Without counters
+/// nobody is: another kernel merges.
 template <class Sync>
 __device__ __forceinline__ bool last_part(const OutParams& out, int merge, int parts, int* flag, int thread, Sync sync) {
+  if (out.counters == nullptr) return false;
   __threadfence();
   sync();
   if (thread == 0) {

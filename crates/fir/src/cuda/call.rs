@@ -170,6 +170,11 @@ impl<'a> Call<'a> {
         }
     }
 
+    /// Whether anything was queued for its arguments.
+    pub(crate) fn has_copies(&self) -> bool {
+        self.args.iter().any(|arg| arg.buffer.is_some())
+    }
+
     /// Names memory that a plan or its scratch lends to the launches, for the records of a dry run.
     pub(crate) fn name(&mut self, name: &'static str, start: u64, len: usize) {
         if let (Lane::Dry(_), 1..) = (self.gpu.lane(), len) {

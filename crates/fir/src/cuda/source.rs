@@ -16,6 +16,7 @@ pub(crate) const FILES: &[(&str, &str)] = &[
     ("attention/sm90_mla.cuh", include_str!("../../kernels/attention/sm90_mla.cuh")),
     ("attention/sm90_pipe.cuh", include_str!("../../kernels/attention/sm90_pipe.cuh")),
     ("attention/sm90_prefill.cuh", include_str!("../../kernels/attention/sm90_prefill.cuh")),
+    ("attention/sm90_sparse.cuh", include_str!("../../kernels/attention/sm90_sparse.cuh")),
     ("attention/sm90_state.cuh", include_str!("../../kernels/attention/sm90_state.cuh")),
     ("attention/softmax.cuh", include_str!("../../kernels/attention/softmax.cuh")),
     ("attention/state.cuh", include_str!("../../kernels/attention/state.cuh")),

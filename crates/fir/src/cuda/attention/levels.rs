@@ -1,9 +1,9 @@
-//! The end of a cascade: the states that its levels leave, merged and finished (`levels.cuh`).
+//! The end of a cascade: the states that its levels leave, and the parts of what was cut, merged and finished (`levels.cuh`).
 
 use bytemuck::Zeroable as _;
 
 use super::super::call::Call;
-use super::super::driver::Grid;
+use super::super::driver::{Buffer, Grid};
 use super::super::exec::Gpu;
 use super::super::jit::Source;
 use super::super::params::{Address, Twin, params};
@@ -21,6 +21,7 @@ params! {
         out: OutParams,
         states: Address,
         md: Address,
+        parts: Address,
         rows: u32,
         levels: u32,
         dim: i32,
@@ -48,25 +49,68 @@ pub(super) fn kernels() -> Vec<Source> {
     all
 }
 
-/// Unfinished rows of a cascade's levels, in scratch: `[levels, rows, dim]` and their (m, d).
+/// The parts of a cascade's levels: where those of each token are.
+#[derive(Debug)]
+pub(crate) struct Parts {
+    /// Rows of all levels, and the first of each.
+    rows: usize,
+    first: Vec<usize>,
+    /// As `levels.cuh` reads them; none on a dry run.
+    memory: Option<Buffer>,
+    len: usize,
+}
+
+impl Parts {
+    /// Of the levels' batches, of so many query tokens.
+    pub(crate) fn new(gpu: &Gpu, levels: &[&Plan], tokens: usize) -> Result<Self> {
+        let (mut rows, mut first) = (0, Vec::with_capacity(levels.len()));
+        let head = levels.len().next_multiple_of(4);
+        let mut words = vec![-1i32; head];
+        for (l, plan) in levels.iter().enumerate() {
+            first.push(rows);
+            let (heads, start) = (plan.kv_heads, words.len());
+            for lane in &plan.lanes {
+                for m in lane.schedule.merges() {
+                    if words.len() == start {
+                        words[l] = (start / 4) as i32;
+                        words.resize(start + 4 * tokens * heads, 0);
+                    }
+                    for i in 0..m.q_len as usize {
+                        let at = start + 4 * ((m.q_start as usize + i) * heads + m.head as usize);
+                        let row = rows + m.first as usize + i * plan.spec.group;
+                        words[at..at + 3].copy_from_slice(&[row as i32, m.stride as i32, m.parts as i32]);
+                    }
+                }
+                rows += lane.schedule.partial_rows();
+            }
+        }
+        let len = size_of_val(&words[..]);
+        let memory = gpu.stream().map(|stream| Buffer::new(stream, len)).transpose()?;
+        memory.as_ref().map_or(Ok(()), |memory| gpu.send(bytemuck::cast_slice(&words), memory))?;
+        Ok(Self { rows, first, memory, len })
+    }
+
+    fn address(&self) -> Address {
+        Address(self.memory.as_ref().map_or(6 << 60, Buffer::address))
+    }
+}
+
+/// Unfinished rows of a cascade's levels, in scratch: (m, d) of `[levels, rows]` and of parts, then the rows, `dim` each.
 #[derive(Clone, Copy)]
-pub(crate) struct States {
+pub(crate) struct States<'a> {
     pub(super) o: Address,
     md: Address,
     levels: usize,
     tokens: usize,
     heads: usize,
     dim: usize,
+    parts: &'a Parts,
 }
 
-impl States {
-    fn sizes_of(levels: usize, rows: usize, dim: usize) -> DeviceSizes {
-        DeviceSizes { counters: 0, floats: levels * rows * (dim + 2) + 4 }
-    }
-
+impl<'a> States<'a> {
     /// What they take of a scratch.
-    pub(crate) fn sizes(levels: usize, tokens: usize, heads: usize, dim: usize) -> DeviceSizes {
-        Self::sizes_of(levels, tokens * heads, dim)
+    pub(crate) fn sizes(levels: usize, [tokens, heads, dim]: [usize; 3], parts: &Parts) -> DeviceSizes {
+        DeviceSizes { counters: 0, floats: (levels * tokens * heads + parts.rows) * (dim + 2) + 4 }
     }
 
     /// In a scratch of that size.
@@ -75,21 +119,36 @@ impl States {
         scratch: &mut Scratch,
         levels: usize,
         [tokens, heads, dim]: [usize; 3],
+        parts: &'a Parts,
     ) -> Result<Self> {
-        let start = match scratch.take_device(op, Self::sizes(levels, tokens, heads, dim))? {
+        let start = match scratch.take_device(op, Self::sizes(levels, [tokens, heads, dim], parts))? {
             Some([_, floats]) => floats.address,
             None => 5 << 60,
         };
-        let md = start;
-        let o = md + (8 * levels * tokens * heads) as u64;
-        Ok(Self { o: Address(o), md: Address(md), levels, tokens, heads, dim })
+        let o = start + (8 * (levels * tokens * heads + parts.rows) as u64).next_multiple_of(16);
+        Ok(Self { o: Address(o), md: Address(start), levels, tokens, heads, dim, parts })
     }
 
     /// Names them for the records of a dry run.
     pub(super) fn name(&self, call: &mut Call<'_>) {
-        let rows = self.levels * self.tokens * self.heads;
+        let (rows, parts) = (self.levels * self.tokens * self.heads, self.parts.rows);
+        let [partial_md, partial_o] = self.partials_from(0);
         call.name("states", self.o.0, rows * self.dim * 4);
         call.name("states' md", self.md.0, rows * 8);
+        call.name("parts of states", partial_o.0, parts * self.dim * 4);
+        call.name("parts' md", partial_md.0, parts * 8);
+        call.name("table of parts", self.parts.address().0, self.parts.len);
+    }
+
+    /// Pairs and rows of the parts from row `row` on.
+    fn partials_from(&self, row: usize) -> [Address; 2] {
+        let row = (self.levels * self.tokens * self.heads + row) as u64;
+        [Address(self.md.0 + 8 * row), Address(self.o.0 + 4 * self.dim as u64 * row)]
+    }
+
+    /// Those of level `level`.
+    pub(super) fn partials(&self, level: usize) -> [Address; 2] {
+        self.partials_from(self.parts.first[level])
     }
 
     /// Where level `level` goes: pairs take the place of `lse`.
@@ -107,7 +166,7 @@ impl Plan {
         &'a self,
         gpu: &'a Gpu,
         op: &'static str,
-        states: States,
+        states: States<'_>,
         bound: &Bound<'a>,
         out: TensorMut<'a>,
         lse: Option<TensorMut<'a>>,
@@ -127,8 +186,11 @@ impl Plan {
         let Some(kernel) = self.levels.as_ref().filter(|_| rows > 0) else { return call.finish() };
         states.name(&mut call);
         self.name(&mut call);
+        let [partial_md, partial_o] = states.partials_from(0);
         let params = LevelsParams {
             out: OutParams {
+                partial_md,
+                partial_o,
                 out,
                 lse,
                 out_token,
@@ -140,6 +202,7 @@ impl Plan {
             },
             states: states.o,
             md: states.md,
+            parts: states.parts.address(),
             rows: rows as u32,
             levels: states.levels as u32,
             dim: states.dim as i32,
@@ -149,7 +212,8 @@ impl Plan {
         };
         let mut bytes = bytemuck::bytes_of(&params).to_vec();
         self.hooks.pack(&mut call, bound, self.known(1.0), &mut bytes)?;
-        self.launch(gpu, &call, kernel, Grid::new(rows.div_ceil(4) as u32, 128), &bytes)?;
+        let grid = Grid { early: true, ..Grid::new(rows.div_ceil(4) as u32, 128) };
+        self.launch(gpu, &call, kernel, grid, &bytes)?;
         call.finish()
     }
 }

@@ -9,6 +9,8 @@
 //! | [`mla`] | latent attention on Hopper |
 //! | [`list`] | the work list in the device's memory |
 //! | [`levels`] | the end of a cascade |
+//! | [`share`] | short and long tiles beside each other |
+//! | [`sparse`] | small row blocks of block-sparse attention |
 //! | [`merge`] | merges of states that a user has |
 
 mod form;
@@ -18,12 +20,15 @@ pub(crate) mod levels;
 mod list;
 pub(crate) mod merge;
 mod mla;
+pub(crate) mod share;
+pub(crate) mod sparse;
 
 use std::sync::Arc;
 
 use self::form::{AttentionParams, Form, Instance, KvPool, KvTensor, OutParams, PlainParams, PrefillParams};
 use self::hooks::{Hooks, Known};
 use self::list::{List, Order};
+use self::share::Load;
 use super::arch::Arch;
 use super::call::Call;
 use super::driver::Grid;
@@ -171,6 +176,7 @@ pub(super) fn kernels() -> Vec<Source> {
     }
     all.extend(levels::kernels());
     all.extend(merge::kernels());
+    all.extend(sparse::kernels());
     all
 }
 
@@ -188,6 +194,8 @@ pub(crate) struct Plan {
     lanes: Vec<Lane>,
     /// The kernel that merges a cascade's levels, if this is one.
     levels: Option<Arc<Kernel>>,
+    /// What other plans have beside this one's batches: a level of a cascade.
+    beside: Load,
 }
 
 /// One of a plan's kernels with its share of the batch.
@@ -197,6 +205,8 @@ struct Lane {
     /// Blocks that run beside each other, and how many of them share a list.
     workers: usize,
     team: usize,
+    /// Those that have something to do: fewer than all where the other lane runs beside this one.
+    busy: usize,
     schedule: Schedule,
     /// KV heads of all items that are taken before the next ones, where the kernel asks.
     heads_at_once: usize,
@@ -211,7 +221,7 @@ impl Lane {
         // Workers of latent attention have lists of their own: they go in step where a team is one of them, as that cuts fewer
         // requests (64 x 2048 none of 64; else 65 parts are written and merged, 128 KB each for a block).
         let in_step = kv_heads == 1 || !matches!(self.instance.form, Form::Mla(_));
-        Cut { workers: self.workers, kv_heads: kv_heads as u32, group: group as u32, split, in_step }
+        Cut { workers: self.busy, kv_heads: kv_heads as u32, group: group as u32, split, in_step }
     }
 }
 
@@ -245,7 +255,7 @@ pub(crate) enum Sink<'a> {
         lse: Option<TensorMut<'a>>,
     },
     /// Level `level` of a cascade's states.
-    Level(levels::States, usize),
+    Level(levels::States<'a>, usize),
 }
 
 /// One layer's tensors: those of KV are `[pages, page_size, kv_heads, dim]`.
@@ -267,6 +277,8 @@ pub(crate) struct Args<'a> {
     pub(crate) bound: &'a Bound<'a>,
     pub(crate) scratch: &'a mut Scratch,
     pub(crate) sink: Sink<'a>,
+    /// Whether this comes right behind another plan's launch of the same call, whose results it does not read.
+    pub(crate) behind: bool,
 }
 
 impl Plan {
@@ -300,8 +312,16 @@ impl Plan {
             let instance = form.instance(&spec, &hooks, properties.shared_per_block, true);
             let workers = (properties.multiprocessors * instance.blocks / form.cluster()).max(1) as usize;
             let schedule = Schedule::default();
-            let mut lane =
-                Lane { instance, workers, team: 1, schedule, heads_at_once: kv_heads, loaded: None, merge: None };
+            let mut lane = Lane {
+                instance,
+                workers,
+                team: 1,
+                busy: workers,
+                schedule,
+                heads_at_once: kv_heads,
+                loaded: None,
+                merge: None,
+            };
             if !matches!(form, Form::Prefill | Form::Hopper) {
                 lane.team = lane.cut(kv_heads, spec.group, split).team();
             }
@@ -309,7 +329,8 @@ impl Plan {
         };
         let lanes = forms.into_iter().map(lane).collect();
         let levels = spec.states.then(|| gpu.kernel(levels::source(spec.out, &hooks))).transpose()?;
-        Ok(Self { gpu: gpu.clone(), spec, hooks, kv_heads, split, tiles, lanes, levels })
+        let beside = Load::default();
+        Ok(Self { gpu: gpu.clone(), spec, hooks, kv_heads, split, tiles, lanes, levels, beside })
     }
 
     /// Tokens of a query tile of a request of `q_len` tokens, and whether it is long.
@@ -327,6 +348,7 @@ impl Plan {
     /// Cuts a batch over the workers and copies the lists to the device, in the order of the stream that the plan was made
     /// with. Loads what kernels it needs.
     pub(crate) fn fill(&mut self, batch: Batch<'_>) -> Result<()> {
+        self.share(&batch);
         for (lane, entries) in self.lanes.iter_mut().zip([batch.entries, batch.long]) {
             let cut = lane.cut(self.kv_heads, self.spec.group, self.split);
             let (kernel, list) = match &mut lane.loaded {
@@ -359,7 +381,7 @@ impl Plan {
                     for e in entries.iter().filter(|e| last.replace(e.request) != Some(e.request)) {
                         rows += u64::from(batch.kv_lens[e.request as usize]);
                     }
-                    let many = [lane.schedule.items().len(), lane.workers];
+                    let many = [lane.schedule.items().len(), lane.busy];
                     lane.heads_at_once =
                         hopper::heads_at_once(&self.spec, rows, self.kv_heads, self.gpu.properties().l2_bytes, many);
                 }
@@ -373,6 +395,9 @@ impl Plan {
     /// worker at most: scratch of that size fits every later batch of the plan too.
     fn parts(&self, lane: &Lane) -> [usize; 2] {
         let now = [lane.schedule.partial_rows(), lane.schedule.merges().len()];
+        if self.spec.states {
+            return [now[0], 0];
+        }
         let rows = lane.instance.rows;
         if self.split == Split::Balanced && self.spec.group <= rows {
             return [
@@ -383,15 +408,27 @@ impl Plan {
         now
     }
 
-    /// Memory that a run needs: pairs (m, d), then rows from a multiple of 16 bytes on; counters of merges, then the queue.
-    /// Lanes take turns, so they share it.
+    /// Memory that a run needs: counters of merges, then the queue; pairs (m, d), then rows from a multiple of 16 bytes on.
     pub(crate) fn sizes(&self) -> DeviceSizes {
         let [rows, merges] = self.most_parts();
         DeviceSizes { counters: merges + 2, floats: rows * (self.spec.dim_vo + 2) + 4 }
     }
 
+    /// What all lanes need: lanes that take turns share it.
     fn most_parts(&self) -> [usize; 2] {
-        self.lanes.iter().map(|l| self.parts(l)).fold([0, 0], |a, b| [a[0].max(b[0]), a[1].max(b[1])])
+        let all = self.lanes.iter().map(|l| self.parts(l));
+        match self.is_shared() {
+            // They are among the cascade's states, and nobody counts them.
+            _ if self.spec.states => [0, 0],
+            true => all.fold([0, 0], |a, b| [a[0] + b[0], a[1] + b[1]]),
+            false => all.fold([0, 0], |a, b| [a[0].max(b[0]), a[1].max(b[1])]),
+        }
+    }
+
+    /// What the lanes before lane `i` have of it.
+    fn parts_before(&self, i: usize) -> [usize; 2] {
+        let before = if self.is_shared() || self.spec.states { &self.lanes[..i] } else { &[] };
+        before.iter().map(|l| self.parts(l)).fold([0, 0], |a, b| [a[0] + b[0], a[1] + b[1]])
     }
 
     /// Memory for a run of so much, in the order of the plan's stream.
@@ -422,10 +459,11 @@ impl Plan {
         if other { list::leave(&self.gpu, gpu) } else { Ok(()) }
     }
 
-    /// Queues one layer.
-    pub(crate) fn run<'a>(&'a self, gpu: &'a Gpu, args: Args<'a>) -> Result<()> {
-        let Args { op, q, q_pe, k, v, kpe, block_scales, index, sm_scale, text_scale, v_scale, bound, scratch, sink } =
+    /// Queues one layer; whether there was anything to queue.
+    pub(crate) fn run<'a>(&'a self, gpu: &'a Gpu, args: Args<'a>) -> Result<bool> {
+        let Args { op, q, q_pe, k, v, kpe, block_scales, index, sm_scale, text_scale, v_scale, bound, scratch, .. } =
             args;
+        let (sink, behind) = (args.sink, args.behind);
         let spec = &self.spec;
         list::check(op, &self.gpu, gpu)?;
         let mut call = Call::new(gpu, op);
@@ -469,6 +507,7 @@ impl Plan {
         call.name("partial_o", partial_o.0, sizes.floats * 4 - rest as usize);
         self.name(&mut call);
 
+        let mut parts = [Address(counters), partial_md, partial_o];
         let out = match sink {
             Sink::Output { out, lse } => {
                 let lse = match lse {
@@ -485,6 +524,8 @@ impl Plan {
             }
             Sink::Level(states, level) => {
                 states.name(&mut call);
+                let [partial_md, partial_o] = states.partials(level);
+                parts = [Address(0), partial_md, partial_o];
                 states.level(level)
             }
         };
@@ -500,10 +541,10 @@ impl Plan {
                 out_head: out.head,
                 lse_token: out.lse.1,
                 lse_head: out.lse.2,
-                partial_o,
-                partial_md,
+                partial_o: Address(0),
+                partial_md: Address(0),
                 merges: Address(0),
-                counters: Address(counters),
+                counters: Address(0),
                 tokens: Address(0),
             },
             kv: KvPool {
@@ -543,8 +584,11 @@ impl Plan {
         let boxes = hopper::Boxes::new([k, v], pages as u64, rows_per_page as u64, indices == Address(0));
         let mut tail = Vec::new();
         self.hooks.pack(&mut call, bound, self.known(text_scale), &mut tail)?;
+        // What was copied for this call must have come before anything reads it.
+        let mut behind = behind && !call.has_copies();
         let mut bytes = Vec::with_capacity(1024);
-        for lane in &self.lanes {
+        // Long tiles first: their blocks have a multiprocessor each, and those of short ones fill the others.
+        for (i, lane) in self.lanes.iter().enumerate().rev() {
             let Some((kernel, list)) = lane.loaded.as_ref().filter(|(_, list)| !list.is_empty()) else { continue };
             let fallback;
             let form = lane.instance.form;
@@ -606,7 +650,17 @@ impl Plan {
                 }
                 Form::Mla(_) => bytes.extend_from_slice(bytemuck::bytes_of(&latent.params(gpu, spec.kv)?)),
             }
-            let out = OutParams { merges: list.merges(), tokens: list.tokens(), ..common.out };
+            // Behind what the lanes before have.
+            let [rows, merges] = self.parts_before(i).map(|n| n as u64);
+            let [counters, partial_md, partial_o] = parts;
+            let out = OutParams {
+                merges: list.merges(),
+                tokens: list.tokens(),
+                counters: Address(counters.0 + 4 * merges),
+                partial_md: Address(partial_md.0 + 8 * rows),
+                partial_o: Address(partial_o.0 + 4 * rows * spec.dim_vo as u64),
+                ..common.out
+            };
             let indptr = if indices == Address(0) { list.starts() } else { indptr };
             let kv = KvPool { indptr, ..common.kv };
             let (items, team) = (list.items(), lane.team as i32);
@@ -617,14 +671,21 @@ impl Plan {
                 bytes.resize(kernel.source.params.size, 0);
             }
             let cluster = instance.form.cluster();
-            let blocks = lane.workers as u32 * cluster;
-            let grid = Grid { smem: instance.smem, cluster, ..Grid::new(blocks, instance.threads) };
+            // Lists of workers who have nothing are empty, and a graph that is replayed may have more of them; a queue has any
+            // number of takers.
+            let workers = if instance.form == Form::Hopper { lane.busy } else { lane.workers };
+            let blocks = workers as u32 * cluster;
+            // `decode.cuh` waits for the kernel before it in the end.
+            let early = behind && instance.form == Form::Decode;
+            let grid = Grid { smem: instance.smem, cluster, early, ..Grid::new(blocks, instance.threads) };
             self.launch(gpu, &call, &kernel, grid, &bytes)?;
+            behind = true;
             if let (Form::Mla(cluster), Some(merge)) = (instance.form, &lane.merge) {
                 self.launch(gpu, &call, merge, mla::merge_grid(lane.schedule.merges().len(), cluster), &bytes)?;
             }
         }
-        call.finish()
+        call.finish()?;
+        Ok(behind)
     }
 }
 

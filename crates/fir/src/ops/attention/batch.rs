@@ -62,7 +62,7 @@ impl Problem {
     }
 
     #[cfg(feature = "cuda")]
-    fn spec(&self, op: &'static str, states: bool, requests: usize) -> gpu_kernel::Spec {
+    pub(super) fn spec(&self, op: &'static str, states: bool, requests: usize) -> gpu_kernel::Spec {
         gpu_kernel::Spec {
             op,
             q: self.q_dtype,
@@ -419,6 +419,20 @@ impl BatchPlan {
         }
     }
 
+    /// Says what runs beside this level of a cascade.
+    #[cfg(feature = "cuda")]
+    pub(super) fn set_beside(&mut self, load: gpu_kernel::share::Load) {
+        if let Backend::Cuda(plan) = &mut self.backend {
+            plan.set_beside(load);
+        }
+    }
+
+    /// An executor of the other kind than the plan's.
+    #[cfg(feature = "cuda")]
+    pub(super) fn refuse(&self, op: &'static str, exec: &Exec) -> Error {
+        self.backend.refuse(op, exec)
+    }
+
     fn partial_floats(&self) -> usize {
         self.schedule.partial_rows() * (self.problem.head_dim_vo + 2)
     }
@@ -444,7 +458,8 @@ impl BatchPlan {
             }
             #[cfg(feature = "cuda")]
             Exec::Cuda(gpu) => {
-                self.run_on_gpu(OP, gpu, q, kv, params, sm_scale, scratch, gpu_kernel::Sink::Output { out, lse })
+                let sink = gpu_kernel::Sink::Output { out, lse };
+                self.run_on_gpu(OP, gpu, q, kv, params, sm_scale, scratch, sink, false).map(|_| ())
             }
         }
     }
@@ -480,7 +495,8 @@ impl BatchPlan {
         sm_scale: Option<f32>,
         scratch: &mut Scratch,
         sink: gpu_kernel::Sink<'_>,
-    ) -> Result<()> {
+        behind: bool,
+    ) -> Result<bool> {
         let Some(plan) = self.on_gpu() else { return Err(self.backend.refuse(op, &Exec::Cuda(gpu.clone()))) };
         let scale = self.check_args(op, &q, &kv, sm_scale)?;
         let bound = self.bind(gpu.place(), params)?;
@@ -509,8 +525,28 @@ impl BatchPlan {
                 bound: &bound,
                 scratch,
                 sink,
+                behind,
             },
         )
+    }
+
+    /// All that [`Self::run`] checks of its arguments; the factor of the scores, the keys' scale included.
+    #[cfg(feature = "cuda")]
+    pub(super) fn check_run(
+        &self,
+        op: &'static str,
+        q: &TensorRef<'_>,
+        kv: &Kv<'_>,
+        sm_scale: Option<f32>,
+        out: &TensorMut<'_>,
+        lse: Option<&TensorMut<'_>>,
+    ) -> Result<f32> {
+        let p = &self.problem;
+        check_output(op, self.tokens.len(), p.qo_heads, p.head_dim_vo, p.out_dtype, out, lse)?;
+        if lse.is_some() {
+            self.refuse_lse(op)?;
+        }
+        self.check_args(op, q, kv, sm_scale)
     }
 
     /// Without softmax there is no log-sum-exp.

@@ -9,7 +9,10 @@ use super::batch::{BatchPlan, Problem, Use, check_kv_lens, check_output, check_t
 use crate::cpu::attention::{self as kernel, Sink};
 use crate::cpu::pool::{RowsMut, RowsOnce};
 #[cfg(feature = "cuda")]
-use crate::cuda::attention::{self as gpu_kernel, levels::States};
+use crate::cuda::attention::{
+    self as gpu_kernel,
+    levels::{Parts, States},
+};
 use crate::error::{Error, Result};
 use crate::exec::Exec;
 use crate::kv::{Kv, Ragged};
@@ -35,6 +38,9 @@ pub struct CascadePlan {
     problem: Problem,
     levels: Vec<BatchPlan>,
     tokens: usize,
+    /// On a GPU: what was cut of the levels.
+    #[cfg(feature = "cuda")]
+    parts: Option<Parts>,
 }
 
 /// One layer's tensors for [`CascadePlan::run`].
@@ -93,13 +99,28 @@ impl CascadePlan {
         check_kv_lens(OP, &kv_len)?;
         let mut tokens = Vec::with_capacity(requests.rows());
         Token::list(requests.lens(), &kv_len, &mut tokens);
-        let plans = levels.iter().zip(bases).map(|(level, base)| {
-            let mut plan = BatchPlan::with_use(exec, problem.clone(), level.qo.batch(), split, Use::Level)?;
+        let plans = levels.iter().map(|l| BatchPlan::with_use(exec, problem.clone(), l.qo.batch(), split, Use::Level));
+        let mut plans = plans.collect::<Result<Vec<_>>>()?;
+        #[cfg(feature = "cuda")]
+        share(&mut plans, levels);
+        for ((plan, level), base) in plans.iter_mut().zip(levels).zip(bases) {
             plan.refill_level(level.qo, level.kv_lens, &tokens, base)?;
-            Ok(plan)
-        });
-        let levels = plans.collect::<Result<Vec<_>>>()?;
-        Ok(Self { problem, levels, tokens: tokens.len() })
+        }
+        #[cfg(feature = "cuda")]
+        let parts = match exec {
+            Exec::Cuda(gpu) => {
+                let plans: Vec<_> = plans.iter().filter_map(BatchPlan::on_gpu).collect();
+                Some(Parts::new(gpu, &plans, tokens.len())?)
+            }
+            Exec::Cpu(_) => None,
+        };
+        Ok(Self {
+            problem,
+            levels: plans,
+            tokens: tokens.len(),
+            #[cfg(feature = "cuda")]
+            parts,
+        })
     }
 
     /// Schedules of the levels.
@@ -113,9 +134,9 @@ impl CascadePlan {
         #[cfg_attr(not(feature = "cuda"), expect(unused_mut))]
         let mut states = Scratch::new(levels * self.state_floats(), 1, 0);
         #[cfg(feature = "cuda")]
-        if let Some(plan) = self.levels[0].on_gpu() {
+        if let (Some(plan), Some(parts)) = (self.levels[0].on_gpu(), &self.parts) {
             let p = &self.problem;
-            states = plan.scratch(States::sizes(levels, self.tokens, p.qo_heads, p.head_dim_vo));
+            states = plan.scratch(States::sizes(levels, [self.tokens, p.qo_heads, p.head_dim_vo], parts));
         }
         self.levels.iter().map(BatchPlan::scratch).chain([states]).collect()
     }
@@ -158,10 +179,12 @@ impl CascadePlan {
         let (per_level, states) = scratch.split_at_mut(n);
         #[cfg(feature = "cuda")]
         if let Exec::Cuda(gpu) = exec {
-            let states = States::new(OP, &mut states[0], n, [self.tokens, p.qo_heads, p.head_dim_vo])?;
+            let Some(parts) = &self.parts else { return Err(self.levels[0].refuse(OP, exec)) };
+            let states = States::new(OP, &mut states[0], n, [self.tokens, p.qo_heads, p.head_dim_vo], parts)?;
+            let mut behind = false;
             for (l, (plan, scratch)) in self.levels.iter().zip(per_level).enumerate() {
                 let sink = gpu_kernel::Sink::Level(states, l);
-                plan.run_on_gpu(OP, gpu, q, kv[l], params, sm_scale, scratch, sink)?;
+                behind = plan.run_on_gpu(OP, gpu, q, kv[l], params, sm_scale, scratch, sink, behind)?;
             }
             let bound = self.levels[0].bind(gpu.place(), params)?;
             // Any level's plan knows where the tokens stand; the first is as good as another.
@@ -181,6 +204,20 @@ impl CascadePlan {
         self.levels[0].with_launch(OP, exec, q, kv[0], params, sm_scale, |launch| {
             kernel::merge_levels(cpu, launch, states, n, &sink);
         })
+    }
+}
+
+/// Lets the last level, of short query tiles, run beside the one before it, of long ones.
+#[cfg(feature = "cuda")]
+fn share(plans: &mut [BatchPlan], levels: &[CascadeLevel<'_>]) {
+    let ([.., before, last], [.., first, second]) = (plans, levels) else { return };
+    let load = |plan: &BatchPlan, level: &CascadeLevel<'_>| {
+        plan.on_gpu().map(|plan| plan.load(level.qo.lens(), level.kv_lens)).unwrap_or_default()
+    };
+    let loads = [load(before, first), load(last, second)];
+    if loads[0].kinds()[0] && loads[1].kinds() == [false, true] {
+        before.set_beside(loads[1]);
+        last.set_beside(loads[0]);
     }
 }
 

@@ -212,7 +212,7 @@ impl MlaPlan {
                 fn head(t: TensorRef<'_>) -> Result<TensorRef<'_>> {
                     t.with_unit_axis()?.transpose(2, 3)
                 }
-                return plan.run(
+                let queued = plan.run(
                     gpu,
                     gpu_kernel::Args {
                         op: OP,
@@ -229,8 +229,10 @@ impl MlaPlan {
                         bound: &bound,
                         scratch,
                         sink: gpu_kernel::Sink::Output { out, lse },
+                        behind: false,
                     },
                 );
+                return queued.map(|_| ());
             }
             #[cfg(feature = "cuda")]
             _ => return Err(self.backend.refuse(OP, exec)),

@@ -1,10 +1,13 @@
-//! Block-sparse attention: block masks turned into page tables. There is no kernel of its own.
+//! Block-sparse attention: block masks turned into page tables. There is no kernel of its own, but for small row blocks on a GPU,
+//! which share what they read.
 //!
 //! A row block of the query attends to column blocks of the keys, so a row block is a request and a column block is
 //! a page. Column blocks of one row gather rows one by one (vector-sparse). Positions count the gathered tokens in
 //! the order they are listed: `kv_pos` of a variant is the place in the list, not the column.
 
 use super::batch::{BatchArgs, BatchPlan, Problem};
+#[cfg(feature = "cuda")]
+use crate::cuda::attention::sparse as gpu_kernel;
 use crate::error::{Error, Result};
 use crate::exec::Exec;
 use crate::kv::{Kv, KvLayout, PageTable, PagedKv, Ragged};
@@ -36,6 +39,9 @@ pub struct SparsePlan {
     plan: BatchPlan,
     table: PageTable<'static>,
     cols: usize,
+    /// On a GPU, where small row blocks share their columns.
+    #[cfg(feature = "cuda")]
+    shared: Option<gpu_kernel::Plan>,
 }
 
 /// One layer's tensors for [`SparsePlan::run`] and [`VariableSparsePlan::run`].
@@ -86,7 +92,23 @@ impl SparsePlan {
         let full = vec![i32::try_from(block_cols).unwrap_or(i32::MAX); row_blocks];
         let table = PageTable::new(block_cols, cols / block_cols, indptr.to_vec(), indices.to_vec(), &full)?;
         let plan = BatchPlan::new(exec, problem, &Ragged::from_lens(&lens)?, table.lens(), split)?;
-        Ok(Self { plan, table: placed(exec, table)?, cols })
+        #[cfg(feature = "cuda")]
+        let shared = match exec {
+            // In a shared list a row's order depends on its neighbours.
+            Exec::Cuda(gpu) if split == Split::Balanced => {
+                let p = plan.problem();
+                let mask = gpu_kernel::Mask { indptr, indices, rows, block_rows, block_cols };
+                gpu_kernel::Plan::new(gpu, &p.spec(OP, false, 0), p.kv_heads, mask)?
+            }
+            _ => None,
+        };
+        Ok(Self {
+            plan,
+            table: placed(exec, table)?,
+            cols,
+            #[cfg(feature = "cuda")]
+            shared,
+        })
     }
 
     /// Which worker does what.
@@ -102,7 +124,8 @@ impl SparsePlan {
     /// Runs one layer.
     pub fn run(&self, exec: &Exec, args: SparseArgs<'_>) -> Result<()> {
         const OP: &str = "SparsePlan::run";
-        let SparseArgs { q, k, v, params, sm_scale, scratch, out, lse } = args;
+        #[cfg_attr(not(feature = "cuda"), expect(unused_mut))]
+        let SparseArgs { q, k, v, params, sm_scale, scratch, mut out, mut lse } = args;
         Dims::of(OP).axis("mask", "cols", self.cols)?.bind("k", &k, &["cols", "kv_heads", "head_dim_qk"])?.bind(
             "v",
             &v,
@@ -110,6 +133,15 @@ impl SparsePlan {
         )?;
         let kv = PagedKv::new(blocks(k, &self.table)?, blocks(v, &self.table)?, KvLayout::Nhd)?;
         let kv = Kv::Paged(kv, &self.table);
+        #[cfg(feature = "cuda")]
+        if let (Some(shared), Exec::Cuda(gpu)) = (&self.shared, exec) {
+            let scale = self.plan.check_run(OP, &q, &kv, sm_scale, &out, lse.as_ref())?;
+            self.plan.bind(gpu.place(), params)?;
+            let (out, lse) = (out.reborrow(), lse.as_mut().map(TensorMut::reborrow));
+            if shared.run(gpu, OP, q, [k, v], scale, out, lse)? {
+                return Ok(());
+            }
+        }
         self.plan.run(exec, BatchArgs { q, kv, params, sm_scale, scratch, out, lse })
     }
 }

@@ -437,6 +437,117 @@ fn block_and_vector_sparse_match_a_masked_reference() {
     }
 }
 
+/// Levels of long and of short query tiles beside each other, cut into parts, with a scale of the values.
+#[test]
+fn a_long_prefix_of_many_requests_matches_the_flat_reference() {
+    let (heads, kv_heads, dim, page) = (8, 2, 64, 16);
+    for (dtype, kv_dtype, requests, shared, own) in [
+        (DType::BF16, DType::BF16, 24, 1500, 70),
+        (DType::F16, DType::F16, 5, 2048, 300),
+        (DType::BF16, DType::E4M3, 9, 700, 33),
+    ] {
+        let mut rng = Rng::new(4);
+        let lens: Vec<usize> = std::iter::once(shared).chain((0..requests).map(|r| own + 3 * r)).collect();
+        let pages: Vec<usize> = lens.iter().map(|n| n.div_ceil(page)).collect();
+        let all = pages.iter().sum::<usize>();
+        let pool: [Tensor; 2] = [(); 2].map(|()| rng.tensor(kv_dtype, &[all, page, kv_heads, dim]));
+        let q = rng.tensor(dtype, &[requests, heads, dim]);
+        let kv = || PagedKv::new(pool[0].view(), pool[1].view(), KvLayout::Nhd).unwrap().with_scales(0.5, 3.0).unwrap();
+        let table = |which: std::ops::Range<usize>| {
+            let (mut indptr, mut indices) = (vec![0i32], Vec::new());
+            for r in which.clone() {
+                let first = pages[..r].iter().sum::<usize>();
+                indices.extend((first..first + pages[r]).rev().map(|p| p as i32));
+                indptr.push(indices.len() as i32);
+            }
+            let lens: Vec<i32> = lens[which].iter().map(|&n| n as i32).collect();
+            PageTable::with_lens(page, all, indptr, indices, &lens).unwrap()
+        };
+        let tables = [table(0..1), table(1..requests + 1)];
+        // The flat reference: pages of one token, as the prefix need not end with a page.
+        let rows = |t: &PageTable<'_>, r: usize, n: usize| -> Vec<i32> {
+            (0..n).map(|j| t.locate(r, j).map(|(p, slot)| (p * page + slot) as i32).unwrap()).collect()
+        };
+        let (mut indptr, mut indices) = (vec![0i32], Vec::new());
+        for r in 0..requests {
+            indices.extend(rows(&tables[0], 0, shared));
+            indices.extend(rows(&tables[1], r, lens[r + 1]));
+            indptr.push(indices.len() as i32);
+        }
+        let flat = PageTable::new(1, all * page, indptr, indices, &vec![1; requests]).unwrap();
+        let one =
+            |t: &Tensor| Tensor::from_f32(kv_dtype, &t.view().to_f32_vec().unwrap(), &[all * page, 1, kv_heads, dim]);
+        let ones = [one(&pool[0]).unwrap(), one(&pool[1]).unwrap()];
+        let (each, together) = (Ragged::ones(requests).unwrap(), Ragged::from_lens(&[requests as u32]).unwrap());
+        let b = reference::attention::Batch {
+            q: q.view(),
+            qo: &each,
+            kv: Kv::Paged(
+                PagedKv::new(ones[0].view(), ones[1].view(), KvLayout::Nhd).unwrap().with_scales(0.5, 3.0).unwrap(),
+                &flat,
+            ),
+            variant: &variant::causal(),
+            params: &Params::new(),
+            sm_scale: f64::from(1.0 / (dim as f32).sqrt()),
+        };
+        let expected = Expected::of(dtype, |p| reference::attention::batch(p, &b));
+        every_exec(|exec| {
+            for split in [Split::Balanced, Split::Fixed(256)] {
+                let problem = Problem { kv_dtype, ..Problem::new(heads, kv_heads, dim, dtype, variant::causal()) };
+                let levels = [
+                    CascadeLevel { qo: &together, kv_lens: tables[0].lens() },
+                    CascadeLevel { qo: &each, kv_lens: tables[1].lens() },
+                ];
+                let plan = CascadePlan::new(exec, problem, &levels, split).unwrap();
+                let (mut out, mut lse) =
+                    (poisoned(dtype, &[requests, heads, dim]), poisoned(DType::F32, &[requests, heads]));
+                let kv = &[Kv::Paged(kv(), &tables[0]), Kv::Paged(kv(), &tables[1])];
+                let (q, params, scratch) = (q.view(), &Params::new(), &mut plan.scratch()[..]);
+                let (to, sums) = (out.view_mut(), Some(lse.view_mut()));
+                plan.run(exec, CascadeArgs { q, kv, params, sm_scale: None, scratch, out: to, lse: sums }).unwrap();
+                let what = format!("{exec:?} {dtype} {kv_dtype} {requests} {split:?}");
+                expected.check(&what, out.view(), Some(lse.view()));
+            }
+        });
+    }
+}
+
+/// Small row blocks of a mask that fills a GPU share what they read there: blocks that nobody sees, that all see, and a row block
+/// that sees none.
+#[test]
+fn small_row_blocks_of_many_heads_match_a_masked_reference() {
+    for (dtype, dim, heads, group, block_rows, block_cols) in
+        [(DType::BF16, 64, 70, 1, 16, 16), (DType::F16, 128, 66, 2, 6, 32), (DType::BF16, 128, 66, 1, 7, 16)]
+    {
+        let mut rng = Rng::new(9);
+        let (blocks, cols, kv_heads) = (23, 96, heads / group);
+        let rows = (blocks - 1) * block_rows + 3;
+        let [q, k, v] =
+            [(rows, heads), (cols, kv_heads), (cols, kv_heads)].map(|(n, h)| rng.tensor(dtype, &[n, h, dim]));
+        let (mut indptr, mut indices) = (vec![0i32], vec![]);
+        for r in 0..blocks {
+            indices
+                .extend((0..(cols / block_cols) as i32).filter(|&c| r != 5 && c != 1 && (c == 2 || rng.below(2) > 0)));
+            indptr.push(indices.len() as i32);
+        }
+        let sees = |_: usize, i: usize, j: usize| {
+            let r = i / block_rows;
+            indices[indptr[r] as usize..indptr[r + 1] as usize].contains(&((j / block_cols) as i32))
+        };
+        let expected = masked_reference(&q, &k, &v, sees);
+        every_exec(|exec| {
+            let problem = Problem::new(heads, kv_heads, dim, dtype, variant::standard());
+            let mask = BlockMask { indptr: &indptr, indices: &indices, rows, cols, block_rows, block_cols };
+            let plan = SparsePlan::new(exec, problem, mask, Split::Balanced).unwrap();
+            let (mut out, mut lse) = (poisoned(dtype, &[rows, heads, dim]), poisoned(DType::F32, &[rows, heads]));
+            let (q, k, v, params) = (q.view(), k.view(), v.view(), &Params::new());
+            let (scratch, to, sums) = (&mut plan.scratch(), out.view_mut(), Some(lse.view_mut()));
+            plan.run(exec, SparseArgs { q, k, v, params, sm_scale: None, scratch, out: to, lse: sums }).unwrap();
+            expected.check(&format!("{exec:?} {dtype} {dim} {block_rows}x{block_cols}"), out.view(), Some(lse.view()));
+        });
+    }
+}
+
 #[test]
 fn variable_block_sparse_matches_a_masked_reference() {
     let mut rng = Rng::new(7);

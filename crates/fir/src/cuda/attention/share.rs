@@ -1,0 +1,149 @@
+//! Short and long query tiles of one call beside each other: how many multiprocessors each kind gets.
+//!
+//! Long tiles are bound by tensor cores, short ones by memory. One after the other they take the sum of their times, beside
+//! each other hardly more than the longer of the two; but a block of `sm90_prefill.cuh` has a multiprocessor for itself, so
+//! the device is cut in two.
+
+use super::form::{Form, bits};
+use super::{Batch, Plan, Spec};
+use crate::plan::Entry;
+
+/// What a batch asks of a device.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct Load {
+    /// KV heads of long tiles, and microseconds of one multiprocessor for all that they see.
+    units: f64,
+    long: f64,
+    /// Short ones: bytes of keys and values.
+    short: f64,
+}
+
+/// Of an H200, for head dim 128, beside short tiles: microseconds of a multiprocessor for 128 rows against 128 positions, for
+/// what a unit has beside that, and for what a part of one has (63 decodes and a prefill of 2048, of 8.5 positions' tiles to a
+/// unit: 12.5 ms of a multiprocessor for 512 units; alone 1.8 and 3).
+const TILE: f64 = 2.3;
+const UNIT: f64 = 4.0;
+const PART: f64 = 1.0;
+/// Bytes per microsecond that all multiprocessors together, and that one of them, read of short tiles' keys and values, and
+/// how long the first of them take.
+const MEMORY: f64 = 4.1e6;
+const MEMORY_EACH: f64 = 6.5e4;
+const FIRST: f64 = 6.0;
+
+impl Load {
+    /// Of `positions` against a query tile, for all KV heads.
+    pub(crate) fn of(spec: &Spec, kv_heads: usize, positions: u32, long: bool) -> Self {
+        let (heads, dims) = (kv_heads as f64, (spec.dim_qk + spec.dim_vo) as f64);
+        if long {
+            let tiles = f64::from(positions.div_ceil(128));
+            return Self { units: heads, long: heads * tiles * TILE * dims / 256.0, short: 0.0 };
+        }
+        Self { short: heads * f64::from(positions) * dims * bits(spec.kv) as f64 / 8.0, ..Self::default() }
+    }
+
+    pub(super) fn of_entries(spec: &Spec, kv_heads: usize, entries: &[Entry], long: bool) -> Self {
+        entries.iter().map(|e| Self::of(spec, kv_heads, e.kv_end - e.kv_start, long)).fold(Self::default(), Self::and)
+    }
+
+    /// Both.
+    pub(crate) fn and(self, other: Self) -> Self {
+        Self { units: self.units + other.units, long: self.long + other.long, short: self.short + other.short }
+    }
+
+    /// Whether it has long tiles, and short ones.
+    pub(crate) fn kinds(self) -> [bool; 2] {
+        [self.long > 0.0, self.short > 0.0]
+    }
+
+    /// Microseconds of the long tiles on `n` multiprocessors: units that are few are cut into up to 16 parts
+    /// (`plan::schedule::queue_parts`), and come in rounds.
+    fn long_on(self, n: f64) -> f64 {
+        if self.units >= 4.0 * n {
+            return (self.long + self.units * UNIT) / n;
+        }
+        let in_parts = |parts: f64| {
+            let rounds = (self.units * parts / n).ceil();
+            rounds * (self.long / self.units / parts + UNIT + if parts > 1.0 { PART } else { 0.0 })
+        };
+        (1..=16).map(|parts| in_parts(f64::from(parts))).fold(f64::INFINITY, f64::min)
+    }
+
+    fn short_on(self, n: f64) -> f64 {
+        FIRST + self.short / MEMORY.min(n * MEMORY_EACH)
+    }
+
+    /// How many of `all` multiprocessors long tiles should have beside short ones; none where it is better that each kind has all
+    /// of them in turn.
+    pub(super) fn share(self, all: usize) -> Option<usize> {
+        if self.kinds() != [true; 2] {
+            return None;
+        }
+        let beside = |n: usize| self.long_on(n as f64).max(self.short_on((all - n) as f64));
+        let (time, best) = (2..all).step_by(2).map(|n| (beside(n), n)).min_by(|a, b| a.0.total_cmp(&b.0))?;
+        (time < self.long_on(all as f64) + self.short_on(all as f64)).then_some(best)
+    }
+}
+
+impl Plan {
+    /// What requests of so many query and KV tokens ask of the device.
+    pub(crate) fn load(&self, q_lens: &[u32], kv_lens: &[u32]) -> Load {
+        let mut all = Load::default();
+        for (&q_len, &kv_len) in q_lens.iter().zip(kv_lens) {
+            let (tile, long) = self.tile(q_len);
+            for _ in 0..q_len.div_ceil(tile) {
+                all = all.and(Load::of(&self.spec, self.kv_heads, kv_len, long));
+            }
+        }
+        all
+    }
+
+    /// Says what else will run beside the next batches.
+    pub(crate) fn set_beside(&mut self, load: Load) {
+        self.beside = load;
+    }
+
+    /// Whether lanes may run beside each other.
+    pub(super) fn is_shared(&self) -> bool {
+        let forms = self.lanes.iter().map(|l| l.instance.form);
+        forms.eq([Form::Decode, Form::Hopper])
+    }
+
+    /// Cuts the multiprocessors between lanes that run beside each other, and gives each all of them otherwise.
+    pub(super) fn share(&mut self, batch: &Batch<'_>) {
+        let of = |entries, long| Load::of_entries(&self.spec, self.kv_heads, entries, long);
+        let load = self.beside.and(of(batch.entries, false)).and(of(batch.long, true));
+        let all = self.gpu.properties().multiprocessors as usize;
+        let long = if self.is_shared() { load.share(all) } else { None };
+        for (i, lane) in self.lanes.iter_mut().enumerate() {
+            let own = long.map_or(all, |long| if i == 1 { long } else { all - long });
+            lane.busy = (lane.workers * own / all).max(1);
+            // A team is never cut.
+            if lane.busy < lane.team {
+                lane.busy = lane.workers;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_kind_gets_what_it_needs() {
+        let load = |units, tiles, short| Load { units, long: units * tiles * TILE, short };
+        assert_eq!([load(0.0, 0.0, 1e6), load(8.0, 9.0, 0.0), load(0.0, 0.0, 0.0)].map(|l| l.share(132)), [None; 3]);
+        // 63 decodes and a prefill of 2048 tokens: somewhat more than half for the prefill.
+        let n = load(512.0, 8.5, 528e6).share(132).unwrap();
+        assert!((70..90).contains(&n), "{n}");
+        // A shared prefix of 8192 for 16 requests, and 128 of their own: parts of the prefix fill what they get.
+        let n = load(8.0, 64.0, 8.4e6).share(132).unwrap();
+        assert!((88..=130).contains(&n), "{n}");
+        // 64 units that halve well on all and badly on fewer take turns with the others.
+        assert_eq!(load(64.0, 64.0, 134e6).share(132), None);
+        // Next to nothing of one kind gets next to nothing.
+        assert!(load(4096.0, 100.0, 1e6).share(132).is_none_or(|n| n > 120));
+        assert!(load(1.0, 1.0, 500e6).share(132).is_none_or(|n| n < 20));
+        assert_eq!(load(1.0, 1.0, 1.0).share(1), None);
+    }
+}
