@@ -36,6 +36,7 @@ use crate::array::Array;
 use crate::build::{self, Arg, Library};
 use crate::calls::{Given, inputs_of, name_of};
 use crate::error::Error;
+use crate::record::{Dump, Keep, Recorder};
 use crate::schema::{Definition, Language, Solution};
 use crate::traceset::{TOLERANCE, TraceSet};
 
@@ -222,6 +223,19 @@ pub fn enable(table: Table) -> Enabled {
 pub fn disable_all() {
     from_environment();
     change(Vec::clear);
+}
+
+/// `exec` as the environment wants it: with `FIB_ENABLE_TRACING=1` the workloads of its operators are recorded in the folder
+/// `FIB_DATASET_PATH` (a call of each size, with its integers), else with `FIB_ENABLE_APPLY=1` they ask the table made of it.
+pub fn attach(exec: fir::Exec) -> crate::Result<fir::Exec> {
+    let on = |name: &str| std::env::var(name).is_ok_and(|v| v == "1");
+    if on("FIB_ENABLE_TRACING") {
+        let root = dataset_folder();
+        std::fs::create_dir_all(&root).map_err(Error::io(&root))?;
+        let recorder = Recorder::new(TraceSet::load(root)?, Dump::Integers, Keep::FirstByLengths(1));
+        return Ok(exec.with_override(Arc::new(recorder)));
+    }
+    Ok(if on("FIB_ENABLE_APPLY") { exec.with_override(Arc::new(Deployed::default())) } else { exec })
 }
 
 /// With `FIB_ENABLE_APPLY=1`, the table of `FIB_DATASET_PATH` is enabled when the first call asks.
