@@ -27,8 +27,10 @@ const USUAL: [&str; 13] = [
 
 #[test]
 fn every_operator_passes_against_the_references_of_real_definitions() {
-    let (Some(data), Some(config)) = (support::real_data(), support::quick()) else { return };
+    let (Some(data), Some(mut config)) = (support::real_data(), support::quick()) else { return };
     let all = std::env::var_os("FIR_BENCH_ALL").is_some();
+    // On a GPU, if `FIR_BENCH_DEVICE` names one.
+    config.device = std::env::var("FIR_BENCH_DEVICE").unwrap_or(config.device);
     let from = TraceSet::load(&data).unwrap();
     let mut set = TraceSet::new(support::folder("operators"));
     let mut expected = 0;
@@ -59,7 +61,7 @@ fn every_operator_passes_against_the_references_of_real_definitions() {
                     e.correctness(),
                     e.log()
                 ));
-            } else if all {
+            } else if all || config.device != "cpu" {
                 let (c, p) = trace.passed().unwrap();
                 eprintln!(
                     "{}: {:.4} ms, torch {:.4} ms, error {:.1e}",
