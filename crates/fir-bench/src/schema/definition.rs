@@ -339,12 +339,7 @@ fn specs(at: &At<'_>, axes: &HashSet<&str>) -> Result<Vec<(String, TensorSpec)>>
             });
             names.collect::<Result<Vec<_>>>()
         };
-        let dtype = at.get("dtype")?;
-        let wanted = dtype.text()?;
-        let dtype = DType::from_name(&wanted).ok_or_else(|| {
-            let all = DType::ALL.map(DType::name).join(", ");
-            dtype.refuse(format!("must be one of {all}, not {wanted:?}"))
-        })?;
+        let dtype = at.get("dtype")?.one_of(&DType::ALL, DType::name)?;
         let description = at.optional("description")?.map(|at| at.text()).transpose()?;
         Ok((
             name,
