@@ -2,8 +2,9 @@
 //! `cargo run --release -p fir-bench --example rmsnorm -- <python with torch> [cpu | cuda:0] [folder]`
 
 use std::path::PathBuf;
+use std::sync::Arc;
 
-use fir_bench::apply::{Op, Policy, Table, enable};
+use fir_bench::apply::{Deployed, Op, Policy, Table, enable};
 use fir_bench::benchmark::{self, Config, Evaluating, Event};
 use fir_bench::ops::solution_for;
 use fir_bench::schema::{Definition, Solution, Trace, Workload};
@@ -119,7 +120,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         set.add_trace(Trace::of_workload("rmsnorm_h4096", &workload)?)?;
     }
 
-    // How: in Python everywhere, in Triton and CUDA on a GPU, in Rust and by the library on a CPU.
+    // How: in Python and by the library everywhere, in Triton and CUDA on a GPU, in Rust on a CPU.
     let launch = json!({"grid": ["batch_size"], "block": [512], "args": ["hidden_states", "weight", "output", "eps: f32 = 1e-6"]});
     let mut solutions = vec![solution("in_python", "python", "main.py::run", &[("main.py", PYTHON)])];
     if device == "cpu" {
@@ -132,9 +133,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     for value in &solutions {
         set.add_solution(Solution::from_value(value)?)?;
     }
-    if let Some(own) = own.filter(|_| device == "cpu") {
-        set.add_solution(own)?;
-    }
+    own.map_or(Ok(()), |own| set.add_solution(own))?;
 
     // Measured.
     let mut config = Config::new(python, vec![std::env::current_exe()?.into(), "worker".into()]);
@@ -171,6 +170,15 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let _on = enable(Table::new(&set, &Policy::default()));
     for batch in [1, 64, 1024, 4096] {
         println!("apply: a batch of {batch} runs {}", op.pick(&[batch])());
+    }
+
+    // The library's own operators ask too, on an executor that carries the hook.
+    if config.device == "cpu" {
+        let exec = fir::Exec::cpu()?.with_override(Arc::new(Deployed::default()));
+        let x = fir::Tensor::from_f32(fir::DType::BF16, &[1.0; 4096], &[1, 4096])?;
+        let mut out = x.clone();
+        fir::norm::rms_norm(&exec, x.view(), x.clone().reshaped(&[4096])?.view(), 1e-6, out.view_mut())?;
+        println!("rms_norm of ones through it: {}", out.view().to_f32_vec()?[0]);
     }
     Ok(())
 }

@@ -20,6 +20,8 @@
 //! | hardware | only traces of the device's own name count |
 //! | a size that was not measured | [`Miss`]: the fallback, the nearest measured size, or the definition's best |
 //!
+//! Operators of the kernel library ask too, on an executor that carries [`Deployed`].
+//!
 //! Sizes are near by the sum over axes of `|log2(a / b)|`: twice as large is as far as half as large.
 
 use std::collections::{BTreeMap, HashMap};
@@ -27,7 +29,15 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Once, PoisonError, RwLock};
 
-use crate::schema::Definition;
+use fir::exec::{Call, Override};
+use fir::tensor::{Place, TensorRef};
+
+use crate::array::Array;
+use crate::build::{self, Arg, Library};
+use crate::calls::{Given, inputs_of, name_of};
+use crate::error::Error;
+use crate::record::{Dump, Keep, Recorder};
+use crate::schema::{Definition, Language, Solution};
 use crate::traceset::{TOLERANCE, TraceSet};
 
 /// What is run for a size that was not measured.
@@ -64,8 +74,8 @@ impl Default for Policy {
 /// The best solutions of one definition.
 #[derive(Clone, Debug, PartialEq)]
 struct Entry {
-    /// Names of the variable axes: a key has their values in this order.
-    axes: Vec<String>,
+    /// A key has the values of its variable axes, in order.
+    definition: Definition,
     by_key: HashMap<Vec<u64>, String>,
     best: String,
 }
@@ -74,6 +84,8 @@ struct Entry {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Table {
     entries: HashMap<String, Entry>,
+    /// Those that are chosen somewhere.
+    solutions: HashMap<String, Solution>,
     miss: Miss,
 }
 
@@ -100,7 +112,7 @@ impl<'a> Choice<'a> {
 impl Table {
     /// The table of a trace set under a policy.
     pub fn new(set: &TraceSet, policy: &Policy) -> Self {
-        let mut entries = HashMap::new();
+        let (mut entries, mut solutions) = (HashMap::new(), HashMap::new());
         for definition in set.definitions() {
             let mut found: HashMap<Vec<u64>, (f64, String)> = HashMap::new();
             for trace in set.passed_within(definition.name(), policy.atol, policy.rtol) {
@@ -122,11 +134,12 @@ impl Table {
             let Some(best) = wins.iter().find(|(_, n)| Some(**n) == most).map(|(s, _)| (*s).to_owned()) else {
                 continue;
             };
-            let axes = definition.var_axes().map(str::to_owned).collect();
-            let by_key = found.into_iter().map(|(key, (_, solution))| (key, solution)).collect();
-            entries.insert(definition.name().to_owned(), Entry { axes, by_key, best });
+            let by_key: HashMap<_, _> = found.into_iter().map(|(key, (_, solution))| (key, solution)).collect();
+            let chosen = by_key.values().filter_map(|name| set.solution(name));
+            solutions.extend(chosen.map(|s| (s.name().to_owned(), s.clone())));
+            entries.insert(definition.name().to_owned(), Entry { definition: definition.clone(), by_key, best });
         }
-        Self { entries, miss: policy.miss }
+        Self { entries, solutions, miss: policy.miss }
     }
 
     /// The solution for a definition with these values of its variable axes, in order; `None` for the caller's own.
@@ -149,11 +162,6 @@ impl Table {
                 (far(nearest) <= within).then(|| Choice::Nearest(&entry.by_key[nearest]))
             }
         }
-    }
-
-    /// Names of the axes whose values [`Self::choose`] takes.
-    pub fn axes(&self, definition: &str) -> Option<&[String]> {
-        self.entries.get(definition).map(|e| e.axes.as_slice())
     }
 
     /// How many definitions and sizes it has.
@@ -215,6 +223,19 @@ pub fn enable(table: Table) -> Enabled {
 pub fn disable_all() {
     from_environment();
     change(Vec::clear);
+}
+
+/// `exec` as the environment wants it: with `FIB_ENABLE_TRACING=1` the workloads of its operators are recorded in the folder
+/// `FIB_DATASET_PATH` (a call of each size, with its integers), else with `FIB_ENABLE_APPLY=1` they ask the table made of it.
+pub fn attach(exec: fir::Exec) -> crate::Result<fir::Exec> {
+    let on = |name: &str| std::env::var(name).is_ok_and(|v| v == "1");
+    if on("FIB_ENABLE_TRACING") {
+        let root = dataset_folder();
+        std::fs::create_dir_all(&root).map_err(Error::io(&root))?;
+        let recorder = Recorder::new(TraceSet::load(root)?, Dump::Integers, Keep::FirstByLengths(1));
+        return Ok(exec.with_override(Arc::new(recorder)));
+    }
+    Ok(if on("FIB_ENABLE_APPLY") { exec.with_override(Arc::new(Deployed::default())) } else { exec })
 }
 
 /// With `FIB_ENABLE_APPLY=1`, the table of `FIB_DATASET_PATH` is enabled when the first call asks.
@@ -308,5 +329,131 @@ impl<F: ?Sized> Op<F> {
             }
         };
         index.map_or(&self.fallback, |i| &self.solutions[i].1)
+    }
+}
+
+/// Gives calls of the kernel library's operators to the solutions that the enabled table chooses for them: those in Rust and
+/// C++, built and loaded here, for calls on the CPU. Anything else runs as usual.
+///
+/// ```
+/// # use std::sync::Arc;
+/// let exec = fir::Exec::cpu()?.with_override(Arc::new(fir_bench::apply::Deployed::default()));
+/// # let _ = exec;
+/// # Ok::<(), fir::Error>(())
+/// ```
+///
+/// Operators that work in place are not given away, as definitions do not. A solution that cannot be built is not asked again
+/// while the same tables are enabled.
+#[derive(Debug, Default)]
+pub struct Deployed {
+    made: Mutex<(u64, HashMap<Vec<usize>, Option<Arc<Chosen>>>)>,
+}
+
+/// A solution for calls of one size.
+struct Chosen {
+    definition: Definition,
+    axes: BTreeMap<String, u64>,
+    library: Arc<Library>,
+}
+
+impl std::fmt::Debug for Chosen {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Chosen({} {:?})", self.definition.name(), self.axes)
+    }
+}
+
+impl Override for Deployed {
+    fn call(&self, call: Call<'_, '_>) -> fir::Result<bool> {
+        if !ON.load(Ordering::Acquire) && ENVIRONMENT.is_completed() {
+            return Ok(false);
+        }
+        from_environment();
+        let usable = |t: &TensorRef<'_>| t.place() == Place::Host && t.layout().is_contiguous();
+        let all =
+            call.inputs.iter().map(|(_, t)| usable(t)).chain(call.outputs.iter().map(|(_, t)| usable(&t.as_ref())));
+        if !all.into_iter().all(|fits| fits) {
+            return Ok(false);
+        }
+        let mut key = vec![call.op.as_ptr() as usize, call.numbers.first().map_or(0, |(_, x)| x.to_bits() as usize)];
+        for (_, t) in call.inputs {
+            key.push(t.dtype() as usize);
+            key.extend(t.shape());
+        }
+        let generation = GENERATION.load(Ordering::Acquire);
+        let chosen = {
+            let mut made = self.made.lock().unwrap_or_else(PoisonError::into_inner);
+            if made.0 != generation {
+                *made = (generation, HashMap::new());
+            }
+            match made.1.get(&key) {
+                Some(chosen) => chosen.clone(),
+                None => made.1.entry(key).or_insert(choose(&call)).clone(),
+            }
+        };
+        let refuse = |e: Error| fir::Error::Unsupported { op: "apply", why: vec![e.to_string()] };
+        chosen.map_or(Ok(false), |chosen| chosen.run(call).map_err(refuse))
+    }
+}
+
+/// The solution for a call, loaded.
+fn choose(call: &Call<'_, '_>) -> Option<Arc<Chosen>> {
+    let (table, name) = (current()?, name_of(call)?);
+    let definition = &table.entries.get(&name)?.definition;
+    let inputs = inputs_of(definition, call)?;
+    let written = |name: &str| call.outputs.iter().find(|(n, _)| *n == name).map(|(_, t)| t.dtype());
+    let outputs = definition.outputs();
+    // In place: an output of the call that is no output of the definition.
+    if call.outputs.iter().any(|(n, _)| !outputs.iter().any(|(name, _)| name == n))
+        || outputs.iter().any(|(name, spec)| written(name).is_some_and(|d| d != spec.dtype.fir()))
+    {
+        return None;
+    }
+    let axes = definition.axes_of(&inputs.iter().map(Given::shape).collect::<Vec<_>>()).ok()?;
+    let solution = table.choose(&name, &key_of(definition, &axes)).and_then(|c| table.solutions.get(c.solution()))?;
+    if !matches!(solution.language(), Language::Rust | Language::Cpp) {
+        return None;
+    }
+    let library = Arc::new(build::library(definition, solution).ok()?);
+    Some(Arc::new(Chosen { definition: definition.clone(), axes, library }))
+}
+
+impl Chosen {
+    fn run(&self, call: Call<'_, '_>) -> crate::Result<bool> {
+        let Some(inputs) = inputs_of(&self.definition, &call) else { return Ok(false) };
+        let (mut numbers, mut spare) = (Vec::new(), Vec::new());
+        for ((_, spec), given) in self.definition.inputs().iter().zip(&inputs) {
+            if let Given::Number(x) = given {
+                numbers.push(Array::scalar(spec.dtype, *x)?);
+            }
+        }
+        drop(inputs);
+        let wanted = |name: &str| call.outputs.iter().any(|(n, _)| *n == name);
+        for (_, spec) in self.definition.outputs().iter().filter(|(name, _)| !wanted(name)) {
+            spare.push(Array::zeros(spec.dtype, &self.definition.shape(spec, &self.axes)?)?);
+        }
+        let (mut numbers, mut spare, mut args) = (numbers.iter(), spare.iter_mut(), Vec::new());
+        for (name, spec) in self.definition.inputs() {
+            let Some((_, t)) = call.inputs.iter().find(|(n, _)| n == name) else {
+                args.extend(numbers.next().map(|x| Arg::read(x.bytes(), spec.dtype, &[])));
+                continue;
+            };
+            args.push(Arg::read(t.host_bytes("apply", "input")?, spec.dtype, t.shape()));
+        }
+        let mut outputs: Vec<_> = call.outputs.iter_mut().map(|(n, t)| (*n, t.reborrow())).collect();
+        for (name, spec) in self.definition.outputs() {
+            let dtype = spec.dtype;
+            match outputs.iter().position(|(n, _)| n == name) {
+                Some(at) => {
+                    let (_, t) = outputs.swap_remove(at);
+                    let shape = t.shape().to_vec();
+                    args.push(Arg::written(t.into_host_bytes("apply", "output")?, dtype, &shape));
+                }
+                None => args.extend(spare.next().map(|a| {
+                    let shape = a.shape().to_vec();
+                    Arg::written(a.bytes_mut(), dtype, &shape)
+                })),
+            }
+        }
+        self.library.call(&args).map(|()| true)
     }
 }

@@ -1,121 +1,50 @@
 //! [`Array`]: a tensor of any of the schema's types in this process's memory.
 
-use bytemuck::{Pod, Zeroable};
-use fir::tensor::{E2m1x2, E4m3, E5m2, Float, TensorMut, TensorRef, bf16, f16};
+use bytemuck::Pod;
+use fir::tensor::{E2m1x2, E4m3, E5m2, Float, Place, TensorMut, TensorRef, bf16, f16};
 
 use crate::error::{Error, Result};
 use crate::schema::DType;
 
-/// A cache line: arrays begin at one, as allocators of tensors do it.
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C, align(64))]
-struct Line([u8; 64]);
-
-/// A dense tensor, row-major.
+/// A dense tensor, row-major: here, or for the library's operators on a device, where its elements are out of reach.
 #[derive(Clone)]
 pub struct Array {
     dtype: DType,
-    shape: Vec<usize>,
-    lines: Vec<Line>,
-    bytes: usize,
+    tensor: fir::Tensor,
 }
 
 impl std::fmt::Debug for Array {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Array({} {:?})", self.dtype, self.shape)
+        write!(f, "Array({} {:?})", self.dtype, self.shape())
     }
-}
-
-/// The kernel library's name for a type.
-pub(crate) fn fir_dtype(dtype: DType) -> fir::DType {
-    match dtype {
-        DType::Float32 => fir::DType::F32,
-        DType::Float16 => fir::DType::F16,
-        DType::BFloat16 => fir::DType::BF16,
-        DType::Float8E4m3 => fir::DType::E4M3,
-        DType::Float8E5m2 => fir::DType::E5M2,
-        DType::Float4E2m1 => fir::DType::E2M1x2,
-        DType::Int64 => fir::DType::I64,
-        DType::Int32 => fir::DType::I32,
-        DType::Int16 => fir::DType::I16,
-        DType::Int8 => fir::DType::I8,
-        DType::Bool => fir::DType::Bool,
-    }
-}
-
-/// Calls `$body` with `$T` as the element type of `$dtype`.
-macro_rules! with_element {
-    ($dtype:expr, $T:ident => $body:expr) => {
-        match $dtype {
-            DType::Float32 => {
-                type $T = f32;
-                $body
-            }
-            DType::Float16 => {
-                type $T = f16;
-                $body
-            }
-            DType::BFloat16 => {
-                type $T = bf16;
-                $body
-            }
-            DType::Float8E4m3 => {
-                type $T = E4m3;
-                $body
-            }
-            DType::Float8E5m2 => {
-                type $T = E5m2;
-                $body
-            }
-            DType::Float4E2m1 => {
-                type $T = E2m1x2;
-                $body
-            }
-            DType::Int64 => {
-                type $T = i64;
-                $body
-            }
-            DType::Int32 => {
-                type $T = i32;
-                $body
-            }
-            DType::Int16 => {
-                type $T = i16;
-                $body
-            }
-            DType::Int8 => {
-                type $T = i8;
-                $body
-            }
-            DType::Bool => {
-                type $T = fir::tensor::Bool;
-                $body
-            }
-        }
-    };
 }
 
 impl Array {
     /// Zeros.
     pub fn zeros(dtype: DType, shape: &[usize]) -> Result<Self> {
-        let count = shape.iter().try_fold(dtype.bytes(), |n, &d| n.checked_mul(d));
-        let refuse = || Error::refused("Array::zeros", format!("{shape:?} of {dtype} does not fit in memory"));
-        let bytes = count.filter(|&n| n <= isize::MAX as usize / 2).ok_or_else(refuse)?;
-        let (mut lines, n) = (Vec::new(), bytes.div_ceil(64));
-        lines.try_reserve_exact(n).map_err(|_| refuse())?;
-        lines.resize(n, Line::zeroed());
-        Ok(Self { dtype, shape: shape.to_vec(), lines, bytes })
+        Ok(Self { dtype, tensor: fir::Tensor::zeros(dtype.fir(), shape)? })
     }
 
     /// Copies `bytes`, which must be as many as the shape needs.
     pub fn from_bytes(dtype: DType, shape: &[usize], bytes: &[u8]) -> Result<Self> {
         let mut array = Self::zeros(dtype, shape)?;
-        if array.bytes != bytes.len() {
-            let why = format!("{} bytes for {shape:?} of {dtype}, which needs {}", bytes.len(), array.bytes);
+        if array.bytes().len() != bytes.len() {
+            let why = format!("{} bytes for {shape:?} of {dtype}, which needs {}", bytes.len(), array.bytes().len());
             return Err(Error::refused("Array::from_bytes", why));
         }
         array.bytes_mut().copy_from_slice(bytes);
         Ok(array)
+    }
+
+    /// Copies a tensor of the kernel library; `None` if it is on a device, or of a type that the schema does not have.
+    pub(crate) fn copy_of(view: TensorRef<'_>) -> Option<Self> {
+        let dtype = DType::ALL.into_iter().find(|d| d.fir() == view.dtype())?;
+        let mut array = Self::zeros(dtype, view.shape()).ok()?;
+        let (from, size) = (view.host_bytes("Array::copy_of", "view").ok()?, dtype.bytes());
+        for (to, at) in array.bytes_mut().chunks_exact_mut(size).zip(view.layout().offsets()) {
+            to.copy_from_slice(&from[at * size..][..size]);
+        }
+        Some(array)
     }
 
     /// A number, as a tensor of no dimensions.
@@ -125,6 +54,25 @@ impl Array {
         Ok(array)
     }
 
+    /// A copy where `exec`'s operators want it.
+    pub(crate) fn on(&self, exec: &fir::Exec) -> Result<Self> {
+        let tensor = match exec {
+            fir::Exec::Cuda(gpu) => self.tensor.to_device(gpu)?,
+            _ => self.tensor.clone(),
+        };
+        Ok(Self { dtype: self.dtype, tensor })
+    }
+
+    /// A copy here.
+    pub(crate) fn to_host(&self) -> Result<Self> {
+        Ok(Self { dtype: self.dtype, tensor: self.tensor.to_host()? })
+    }
+
+    /// Whether it is here.
+    pub(crate) fn is_here(&self) -> bool {
+        self.tensor.place() == Place::Host
+    }
+
     /// Type of its elements.
     pub fn dtype(&self) -> DType {
         self.dtype
@@ -132,27 +80,27 @@ impl Array {
 
     /// Its dimensions.
     pub fn shape(&self) -> &[usize] {
-        &self.shape
+        self.tensor.shape()
     }
 
     /// Number of elements.
     pub fn len(&self) -> usize {
-        self.bytes / self.dtype.bytes()
+        self.shape().iter().product()
     }
 
     /// Whether it has none.
     pub fn is_empty(&self) -> bool {
-        self.bytes == 0
+        self.len() == 0
     }
 
-    /// Its bytes.
+    /// Its bytes; none where it is on a device.
     pub fn bytes(&self) -> &[u8] {
-        &bytemuck::cast_slice(&self.lines)[..self.bytes]
+        self.tensor.view().host_bytes("Array::bytes", "self").unwrap_or_default()
     }
 
     /// Its bytes, for writing.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
-        &mut bytemuck::cast_slice_mut(&mut self.lines)[..self.bytes]
+        self.tensor.view_mut().into_host_bytes("Array::bytes_mut", "self").unwrap_or_default()
     }
 
     /// Its elements; the size of `T` must be the element's.
@@ -210,14 +158,13 @@ impl Array {
     }
 
     /// It, for the kernel library.
-    pub fn view(&self) -> Result<TensorRef<'_>> {
-        with_element!(self.dtype, T => Ok(TensorRef::new(self.typed::<T>(), &self.shape)?))
+    pub fn view(&self) -> TensorRef<'_> {
+        self.tensor.view()
     }
 
     /// It, for the kernel library to write.
-    pub fn view_mut(&mut self) -> Result<TensorMut<'_>> {
-        let shape = self.shape.clone();
-        with_element!(self.dtype, T => Ok(TensorMut::new(self.typed_mut::<T>(), &shape)?))
+    pub fn view_mut(&mut self) -> TensorMut<'_> {
+        self.tensor.view_mut()
     }
 
     /// Fills it with bytes that are NaN in every float type and no index of anything.
@@ -229,7 +176,7 @@ impl Array {
     ///
     /// Random numbers stay as random, rows stay rows of the same numbers, and every element of a result changes.
     pub fn rolled_into(&self, roll: Roll, to: &mut Self) {
-        let (rows, row, first) = match self.shape.as_slice() {
+        let (rows, row, first) = match self.shape() {
             [] => (1, 1, 1),
             [n] => (1, *n, 1),
             [first, .., last] => (self.len() / last.max(&1), *last, *first),

@@ -15,12 +15,12 @@
 
 use std::ffi::{CStr, c_char};
 use std::fs;
+use std::marker::PhantomData;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use serde_json::{Value, json};
 
-use crate::array::{Array, fir_dtype};
 use crate::error::{Error, Result};
 use crate::schema::{DType, Definition, Expr, Facts, Language, Solution};
 
@@ -73,8 +73,8 @@ pub(crate) fn build(definition: &Definition, solution: &Solution, device: &str) 
             "compiled code takes its outputs as arguments: `destination_passing_style` must be true".into(),
         ));
     }
-    if caller == Caller::Native && device != "cpu" {
-        return Err(fail(format!("a native worker runs on the CPU, not on {device}")));
+    if kind == "library" && device != "cpu" {
+        return Err(fail(format!("compiled code is called with host memory, not on {device}")));
     }
     if kind == "nvrtc" && !solution.destination_passing() {
         return Err(fail("a kernel takes its outputs as arguments: `destination_passing_style` must be true".into()));
@@ -93,6 +93,15 @@ pub(crate) fn build(definition: &Definition, solution: &Solution, device: &str) 
         "params": params.unwrap_or("{}"),
         "input_names": names(definition.inputs()), "output_names": names(definition.outputs()),
     }))
+}
+
+/// A solution in Rust or C++, compiled and loaded into this process.
+pub(crate) fn library(definition: &Definition, solution: &Solution) -> Result<Library> {
+    let request = build(definition, solution, "cpu")?;
+    match (kind(solution).0, request["library"].as_str()) {
+        ("library", Some(path)) => Library::open(Path::new(path), solution.entry_symbol()),
+        (kind, _) => Err(Error::refused("build", format!("`{}` is {kind}, not a library", solution.name()))),
+    }
 }
 
 /// The folder with a solution's sources and, for compiled code, `solution.so`.
@@ -172,6 +181,27 @@ struct CTensor {
 
 const _: () = assert!(size_of::<CTensor>() == 24, "as FirTensor on 64-bit machines");
 
+/// An argument of compiled code.
+pub(crate) struct Arg<'a> {
+    data: *mut u8,
+    dtype: DType,
+    shape: Vec<i64>,
+    life: PhantomData<&'a mut [u8]>,
+}
+
+impl<'a> Arg<'a> {
+    /// An output; an input of code that is not trusted to leave it alone.
+    pub(crate) fn written(data: &'a mut [u8], dtype: DType, shape: &[usize]) -> Self {
+        Self { data: data.as_mut_ptr(), dtype, shape: shape.iter().map(|&n| n as i64).collect(), life: PhantomData }
+    }
+
+    /// An input.
+    pub(crate) fn read(data: &'a [u8], dtype: DType, shape: &[usize]) -> Self {
+        let shape = shape.iter().map(|&n| n as i64).collect();
+        Self { data: data.as_ptr().cast_mut(), dtype, shape, life: PhantomData }
+    }
+}
+
 /// Code of a type in the C ABI.
 fn code(dtype: DType) -> i32 {
     DType::ALL.iter().position(|d| *d == dtype).unwrap_or(0) as i32
@@ -198,25 +228,16 @@ impl Library {
     }
 
     /// Calls it with inputs, then outputs.
-    ///
-    /// Inputs are borrowed for writing as well: nothing keeps a solution from it but being found out.
-    pub(crate) fn call(&self, inputs: &mut [Array], outputs: &mut [Array]) -> Result<()> {
-        let shape = |a: &Array| a.shape().iter().map(|&n| n as i64).collect::<Vec<_>>();
-        let shapes: Vec<Vec<i64>> = inputs.iter().chain(outputs.iter()).map(shape).collect();
-        let describe = |data: *mut u8, dtype: DType, shape: &[i64]| CTensor {
-            data,
-            shape: shape.as_ptr(),
-            rank: shape.len() as i32,
-            dtype: code(dtype),
+    pub(crate) fn call(&self, args: &[Arg<'_>]) -> Result<()> {
+        let describe = |a: &Arg<'_>| {
+            let (shape, rank) = (a.shape.as_ptr(), a.shape.len() as i32);
+            CTensor { data: a.data, shape, rank, dtype: code(a.dtype) }
         };
-        let mut tensors = Vec::with_capacity(shapes.len());
-        for (array, shape) in inputs.iter_mut().chain(outputs).zip(&shapes) {
-            let dtype = array.dtype();
-            tensors.push(describe(array.bytes_mut().as_mut_ptr(), dtype, shape));
-        }
+        let tensors: Vec<CTensor> = args.iter().map(describe).collect();
         let mut message = [0 as c_char; 512];
-        // SAFETY: pointers are to arrays that are borrowed for writing until the call ends, with the shapes that are given;
-        // to stay within them is for the solution to keep, in a process made for it.
+        // SAFETY: pointers are to memory that is borrowed until the call ends, with the shapes that are given. To stay within
+        // it, and to write outputs alone, is for the solution to keep: in a benchmark in a process made for it, and where
+        // it is deployed after a benchmark saw it do so.
         let code = unsafe { (self.entry)(tensors.as_ptr(), tensors.len(), message.as_mut_ptr(), message.len()) };
         if code == 0 {
             return Ok(());
@@ -296,9 +317,4 @@ pub(crate) fn launch(definition: &Definition, solution: &Solution, facts: &dyn F
     let args = value["args"].as_array().ok_or_else(|| fail("launch.json: `args` is missing".into()))?;
     let args = args.iter().map(arg).collect::<Result<Vec<_>>>()?;
     Ok(Some(json!({"grid": triple("grid")?, "block": triple("block")?, "shared": shared, "args": args})))
-}
-
-/// The kernel library's name for a type of the schema.
-pub(crate) fn element(dtype: DType) -> fir::DType {
-    fir_dtype(dtype)
 }

@@ -159,6 +159,20 @@ fn shape_sampling(name: &str, array: &mut Array) {
     }
 }
 
+/// Types of tensors in files.
+const DTYPES: [(DType, Dtype); 10] = [
+    (DType::Float32, Dtype::F32),
+    (DType::Float16, Dtype::F16),
+    (DType::BFloat16, Dtype::BF16),
+    (DType::Float8E4m3, Dtype::F8_E4M3),
+    (DType::Float8E5m2, Dtype::F8_E5M2),
+    (DType::Int64, Dtype::I64),
+    (DType::Int32, Dtype::I32),
+    (DType::Int16, Dtype::I16),
+    (DType::Int8, Dtype::I8),
+    (DType::Bool, Dtype::BOOL),
+];
+
 /// A tensor of a safetensors file's bytes.
 pub(crate) fn tensor_of(bytes: &[u8], path: &str, key: &str) -> Result<Array> {
     const OP: &str = "safetensors";
@@ -167,21 +181,9 @@ pub(crate) fn tensor_of(bytes: &[u8], path: &str, key: &str) -> Result<Array> {
     }
     let file = SafeTensors::deserialize(bytes).map_err(|e| Error::refused(OP, format!("{path}: {e}")))?;
     let tensor = file.tensor(key).map_err(|e| Error::refused(OP, format!("{path}: `{key}`: {e}")))?;
-    let dtype = match tensor.dtype() {
-        Dtype::F32 => DType::Float32,
-        Dtype::F16 => DType::Float16,
-        Dtype::BF16 => DType::BFloat16,
-        Dtype::F8_E4M3 => DType::Float8E4m3,
-        Dtype::F8_E5M2 => DType::Float8E5m2,
-        Dtype::I64 => DType::Int64,
-        Dtype::I32 => DType::Int32,
-        Dtype::I16 => DType::Int16,
-        Dtype::I8 => DType::Int8,
-        Dtype::BOOL => DType::Bool,
-        other => {
-            return Err(Error::refused(OP, format!("{path}: `{key}` is of {other:?}, which the schema does not have")));
-        }
-    };
+    let dtype = DTYPES.into_iter().find(|(_, stored)| *stored == tensor.dtype()).map(|(dtype, _)| dtype);
+    let refuse = || format!("{path}: `{key}` is of {:?}, which the schema does not have", tensor.dtype());
+    let dtype = dtype.ok_or_else(|| Error::refused(OP, refuse()))?;
     Array::from_bytes(dtype, tensor.shape(), tensor.data())
 }
 
@@ -198,19 +200,8 @@ pub fn write_tensors(path: &Path, tensors: &[(&str, &Array)]) -> Result<()> {
 const WRITE: &str = "write_tensors";
 
 fn tensor_view<'a>(name: &str, array: &'a Array) -> Result<(String, safetensors::tensor::TensorView<'a>)> {
-    let dtype = match array.dtype() {
-        DType::Float32 => Dtype::F32,
-        DType::Float16 => Dtype::F16,
-        DType::BFloat16 => Dtype::BF16,
-        DType::Float8E4m3 => Dtype::F8_E4M3,
-        DType::Float8E5m2 => Dtype::F8_E5M2,
-        DType::Int64 => Dtype::I64,
-        DType::Int32 => Dtype::I32,
-        DType::Int16 => Dtype::I16,
-        DType::Int8 => Dtype::I8,
-        DType::Bool => Dtype::BOOL,
-        DType::Float4E2m1 => return Err(Error::refused(WRITE, format!("`{name}`: packed float4 cannot be stored"))),
-    };
+    let dtype = DTYPES.into_iter().find(|(dtype, _)| *dtype == array.dtype()).map(|(_, stored)| stored);
+    let dtype = dtype.ok_or_else(|| Error::refused(WRITE, format!("`{name}`: packed float4 cannot be stored")))?;
     let view = safetensors::tensor::TensorView::new(dtype, array.shape().to_vec(), array.bytes());
     Ok((name.to_owned(), view.map_err(|e| Error::refused(WRITE, format!("`{name}`: {e}")))?))
 }

@@ -38,6 +38,7 @@ pub mod apply;
 pub mod array;
 pub mod benchmark;
 pub mod build;
+mod calls;
 pub mod error;
 pub mod evaluate;
 pub mod inputs;

@@ -11,7 +11,7 @@
 //! | `mla` | mla_paged | |
 //! | `rope` | rope | `interleave` (false) |
 //! | `sample` | sampling | `seed` (0) |
-//! | `moe` | moe with fp8 in blocks | `top_k`; `routing`: `renormalize` or `deepseek`; `groups`, `[count, chosen]` |
+//! | `moe` | moe, on the CPU | `top_k`; `routing`: `renormalize`, `deepseek`, `llama4` or `given`; `groups`, `[count, chosen]` |
 //!
 //! Plans are made from inputs that a workload gives and does not draw, before a call is timed.
 
@@ -23,13 +23,12 @@ use fir::moe::{FfnArgs, Gate, Groups, RouteArgs, Routing, Score, moe_ffn, route}
 use fir::philox::RngState;
 use fir::rope::{Angles, Positions};
 use fir::sampling::Draw;
-use fir::tensor::{Block, Float, Scaled};
+use fir::tensor::{Block, Scaled, bf16};
 use fir::variant::{Params, causal};
 use fir::{Exec, PageTable, PagedKv, Ragged, gemm, norm, rope, sampling};
 use serde_json::{Value, json};
 
 use crate::array::Array;
-use crate::build::element;
 use crate::error::{Error, Result};
 use crate::schema::{DType, Definition, Solution};
 
@@ -46,39 +45,49 @@ pub fn solution_for(definition: &Definition) -> Result<Option<Solution>> {
     };
     let (operator, params) = match definition.op_type() {
         "rmsnorm" => {
-            let eps = definition.reference().split("EPS = ").nth(1).and_then(|t| t.lines().next()?.trim().parse().ok());
-            let eps: f64 = eps.unwrap_or(1e-6);
-            (if input("residual") { "fused_add_rms_norm" } else { "rms_norm" }, json!({"eps": eps}))
+            let operator = if input("residual") { "fused_add_rms_norm" } else { "rms_norm" };
+            (operator, json!({"eps": eps_of(definition)}))
         }
         "gemm" => ("gemm", json!({})),
         "gqa_paged" | "gqa_ragged" => ("attention", json!({})),
         "mla_paged" => ("mla", json!({})),
         "rope" => ("rope", json!({"interleave": definition.name().contains("gptj")})),
         "sampling" => ("sample", json!({"seed": 0})),
-        "moe" if input("hidden_states_scale") && input("gemm1_weights_scale") && definition.name().contains("fp8") => {
+        "moe" => {
             let Some(top_k) = constant("TOP_K = ") else { return Ok(None) };
-            match (constant("N_GROUP = "), constant("TOPK_GROUP = ")) {
-                (Some(count), Some(chosen)) => {
-                    ("moe", json!({"top_k": top_k, "routing": "deepseek", "groups": [count, chosen]}))
-                }
-                _ => ("moe", json!({"top_k": top_k, "routing": "renormalize"})),
-            }
+            let groups = constant("N_GROUP = ").zip(constant("TOPK_GROUP = "));
+            let routing = match groups {
+                _ if input("topk_ids") => "given",
+                Some(_) => "deepseek",
+                None if definition.reference().contains("torch.sigmoid(routing_logits") => "llama4",
+                None => "renormalize",
+            };
+            (
+                "moe",
+                json!({"top_k": top_k, "routing": routing, "groups": groups.map(|(count, chosen)| [count, chosen])}),
+            )
         }
         _ => return Ok(None),
     };
     let value = json!({
         "name": format!("fir_{}", definition.name()), "definition": definition.name(), "author": "fir",
-        "spec": {"language": "fir", "target_hardware": ["cpu"], "entry_point": format!("params.json::{operator}")},
+        "spec": {"language": "fir", "target_hardware": ["cpu", "cuda"], "entry_point": format!("params.json::{operator}")},
         "sources": [{"path": "params.json", "content": params.to_string()}],
     });
     Solution::from_value(&value).map(Some)
+}
+
+/// What a definition of a norm adds to the mean of the squares: its reference says `EPS = `, or it is 1e-6.
+pub(crate) fn eps_of(definition: &Definition) -> f64 {
+    let said = definition.reference().split("EPS = ").nth(1);
+    said.and_then(|text| text.lines().next()?.trim().parse().ok()).unwrap_or(1e-6)
 }
 
 /// An operator with its parameters.
 pub(crate) struct Operator {
     name: &'static str,
     params: Value,
-    exec: Exec,
+    pub(crate) exec: Exec,
     /// Calls of a sampler so far: each has numbers of its own.
     calls: AtomicU64,
 }
@@ -138,14 +147,20 @@ fn dim(array: &Array, axis: usize) -> usize {
 }
 
 impl Operator {
-    pub(crate) fn new(name: &str, params: &str) -> Result<Self> {
+    /// `device` is `cpu`, or `cuda` with an ordinal, as torch names it.
+    pub(crate) fn new(name: &str, params: &str, device: &str) -> Result<Self> {
         let known = NAMES.into_iter().find(|n| *n == name);
         let name = known.ok_or_else(|| {
             Error::refused("fir", format!("`{name}` is not an operator; there are {}", NAMES.join(", ")))
         })?;
         let params =
             serde_json::from_str(params).map_err(|e| Error::refused("fir", format!("parameters of `{name}`: {e}")))?;
-        Ok(Self { name, params, exec: Exec::cpu()?, calls: AtomicU64::new(0) })
+        let ordinal = device.strip_prefix("cuda").map(|rest| rest.trim_start_matches(':').parse().unwrap_or(0));
+        let exec = ordinal.map_or_else(Exec::cpu, Exec::cuda)?;
+        if name == "moe" && ordinal.is_some() {
+            return Err(Error::refused("fir", "`moe` turns weights around, and does so on the CPU alone"));
+        }
+        Ok(Self { name, params, exec, calls: AtomicU64::new(0) })
     }
 
     /// Plans for inputs of these shapes; `known` are those whose numbers the plan may look at.
@@ -156,17 +171,17 @@ impl Operator {
         outputs: &[(DType, Vec<usize>)],
     ) -> Result<Prepared<'_>> {
         let (known, shapes) = (Named(known), Named(shapes));
-        let out_dtype = element(outputs.first().map_or(DType::Float32, |(d, _)| *d));
+        let out_dtype = outputs.first().map_or(DType::Float32, |(d, _)| *d).fir();
         let state = match self.name {
             "attention" => {
                 let q = shapes.get("q")?;
                 let (heads, head_dim) = (dim(q, 1), dim(q, 2));
                 let (kv_heads, held) = match shapes.find("k_cache") {
-                    Some(k) => (dim(k, 2), Held::Paged(page_table(&known, k)?)),
+                    Some(k) => (dim(k, 2), Held::Paged(page_table(&self.exec, &known, k)?)),
                     None => (dim(shapes.get("k")?, 1), Held::Ragged(Ragged::new(known.ids("kv_indptr")?)?)),
                 };
                 let problem =
-                    Problem { out_dtype, ..Problem::new(heads, kv_heads, head_dim, element(q.dtype()), causal()) };
+                    Problem { out_dtype, ..Problem::new(heads, kv_heads, head_dim, q.dtype().fir(), causal()) };
                 let lens = match &held {
                     Held::Paged(table) => table.lens(),
                     Held::Ragged(indptr) => indptr.lens(),
@@ -180,7 +195,7 @@ impl Operator {
             }
             "mla" => {
                 let (q, ckv, kpe) = (shapes.get("q_nope")?, shapes.get("ckv_cache")?, shapes.get("kpe_cache")?);
-                let table = page_table(&known, ckv)?;
+                let table = page_table(&self.exec, &known, ckv)?;
                 let qo = match known.find("qo_indptr") {
                     Some(_) => Ragged::new(known.ids("qo_indptr")?)?,
                     None => Ragged::ones(table.batch())?,
@@ -189,8 +204,8 @@ impl Operator {
                     heads: dim(q, 1),
                     head_dim_ckv: dim(q, 2),
                     head_dim_kpe: dim(kpe, 2),
-                    q_dtype: element(q.dtype()),
-                    kv_dtype: element(ckv.dtype()),
+                    q_dtype: q.dtype().fir(),
+                    kv_dtype: ckv.dtype().fir(),
                     out_dtype,
                     causal: true,
                 };
@@ -207,7 +222,7 @@ impl Operator {
     }
 }
 
-fn page_table(known: &Named<'_>, cache: &Array) -> Result<PageTable<'static>> {
+fn page_table(exec: &Exec, known: &Named<'_>, cache: &Array) -> Result<PageTable<'static>> {
     let (indptr, indices) = (known.ids("kv_indptr")?.to_vec(), known.ids("kv_indices")?.to_vec());
     let (pages, page_size) = (dim(cache, 0), dim(cache, 1));
     let batch = indptr.len().saturating_sub(1);
@@ -216,7 +231,8 @@ fn page_table(known: &Named<'_>, cache: &Array) -> Result<PageTable<'static>> {
         Some(_) => known.ids("kv_last_page_len")?.iter().take(batch).copied().collect(),
         None => vec![page_size as i32; batch],
     };
-    Ok(PageTable::new(page_size, pages, indptr, indices, &last)?)
+    let table = PageTable::new(page_size, pages, indptr, indices, &last)?;
+    Ok(if let Exec::Cuda(gpu) = exec { table.to_device(gpu)? } else { table })
 }
 
 impl Prepared<'_> {
@@ -232,10 +248,10 @@ impl Prepared<'_> {
                 let eps = self.operator.param("eps", 1e-6) as f32;
                 norm::rms_norm(
                     exec,
-                    named.get("hidden_states")?.view()?,
-                    named.get("weight")?.view()?,
+                    named.get("hidden_states")?.view(),
+                    named.get("weight")?.view(),
                     eps,
-                    first.view_mut()?,
+                    first.view_mut(),
                 )?;
             }
             ("fused_add_rms_norm", _) => {
@@ -243,55 +259,59 @@ impl Prepared<'_> {
                 // sum, which the definition does not return, goes to a copy of the residual.
                 let eps = self.operator.param("eps", 1e-6) as f32;
                 let mut residual = named.get("residual")?.clone();
-                first.bytes_mut().copy_from_slice(named.get("hidden_states")?.bytes());
-                let weight = named.get("weight")?.view()?;
-                norm::fused_add_rms_norm(exec, first.view_mut()?, residual.view_mut()?, weight, eps)?;
+                if first.is_here() {
+                    first.bytes_mut().copy_from_slice(named.get("hidden_states")?.bytes());
+                } else {
+                    *first = named.get("hidden_states")?.clone();
+                }
+                let weight = named.get("weight")?.view();
+                norm::fused_add_rms_norm(exec, first.view_mut(), residual.view_mut(), weight, eps)?;
             }
-            ("gemm", _) => gemm::gemm(exec, named.get("A")?.view()?, named.get("B")?.view()?, first.view_mut()?)?,
+            ("gemm", _) => gemm::gemm(exec, named.get("A")?.view(), named.get("B")?.view(), first.view_mut())?,
             ("attention", State::Attention { plan, scratch, kv }) => {
                 let kv = match kv {
                     Held::Paged(table) => {
-                        let (k, v) = (named.get("k_cache")?.view()?, named.get("v_cache")?.view()?);
+                        let (k, v) = (named.get("k_cache")?.view(), named.get("v_cache")?.view());
                         Kv::Paged(PagedKv::new(k, v, KvLayout::Nhd)?, table)
                     }
                     Held::Ragged(indptr) => {
-                        Kv::Ragged(RaggedKv::new(named.get("k")?.view()?, named.get("v")?.view()?, indptr)?)
+                        Kv::Ragged(RaggedKv::new(named.get("k")?.view(), named.get("v")?.view(), indptr)?)
                     }
                 };
-                let lse = rest.first_mut().map(|lse| lse.view_mut()).transpose()?;
+                let lse = rest.first_mut().map(|lse| lse.view_mut());
                 let sm_scale = Some(named.number("sm_scale")?);
-                let q = named.get("q")?.view()?;
+                let q = named.get("q")?.view();
                 plan.run(
                     exec,
-                    BatchArgs { q, kv, params: &Params::new(), sm_scale, scratch, out: first.view_mut()?, lse },
+                    BatchArgs { q, kv, params: &Params::new(), sm_scale, scratch, out: first.view_mut(), lse },
                 )?;
             }
             ("mla", State::Mla { plan, scratch, table }) => {
-                let kv = PagedMla::new(named.get("ckv_cache")?.view()?, named.get("kpe_cache")?.view()?)?;
-                let (q_nope, q_pe) = (named.get("q_nope")?.view()?, named.get("q_pe")?.view()?);
-                let lse = rest.first_mut().map(|lse| lse.view_mut()).transpose()?;
+                let kv = PagedMla::new(named.get("ckv_cache")?.view(), named.get("kpe_cache")?.view())?;
+                let (q_nope, q_pe) = (named.get("q_nope")?.view(), named.get("q_pe")?.view());
+                let lse = rest.first_mut().map(|lse| lse.view_mut());
                 let sm_scale = named.number("sm_scale")?;
-                plan.run(exec, MlaArgs { q_nope, q_pe, kv, table, sm_scale, scratch, out: first.view_mut()?, lse })?;
+                plan.run(exec, MlaArgs { q_nope, q_pe, kv, table, sm_scale, scratch, out: first.view_mut(), lse })?;
             }
             ("rope", _) => {
-                let k_out = rest.first_mut().ok_or_else(wrong)?.view_mut()?;
+                let k_out = rest.first_mut().ok_or_else(wrong)?.view_mut();
                 let interleave = self.operator.params["interleave"] == true;
-                let angles = Angles::Cache { table: named.get("cos_sin_cache")?.view()?, interleave };
-                let positions = Positions::Ids(named.get("positions")?.view()?);
+                let angles = Angles::Cache { table: named.get("cos_sin_cache")?.view(), interleave };
+                let positions = Positions::Ids(named.get("positions")?.view());
                 rope::apply_rope(
                     exec,
-                    named.get("q")?.view()?,
-                    named.get("k")?.view()?,
+                    named.get("q")?.view(),
+                    named.get("k")?.view(),
                     positions,
                     angles,
-                    first.view_mut()?,
+                    first.view_mut(),
                     k_out,
                 )?;
             }
             ("sample", _) => {
                 let seed = self.operator.param("seed", 0.0) as u64;
                 let offset = self.operator.calls.fetch_add(1, Ordering::Relaxed);
-                let draw = Draw::new(RngState { seed, offset }, first.view_mut()?);
+                let draw = Draw::new(RngState { seed, offset }, first.view_mut());
                 sample(exec, &named, draw)?;
             }
             ("moe", _) => {
@@ -320,67 +340,78 @@ fn sample(exec: &Exec, named: &Named<'_>, draw: Draw<'_>) -> Result<()> {
     let top_p: Vec<f32> =
         top_p.map_or(vec![1.0; rows], |p| p.iter().map(|p| if *p > 0.0 { p.min(1.0) } else { 1.0 }).collect());
     let (k, p) = (top_k.as_slice().into(), top_p.as_slice().into());
-    Ok(sampling::top_k_top_p_sample(exec, probs.view()?, k, p, fir::filters::FilterOrder::TopKFirst, draw)?)
+    Ok(sampling::top_k_top_p_sample(exec, probs.view(), k, p, fir::filters::FilterOrder::TopKFirst, draw)?)
 }
 
-/// Routing, then the experts that are here. Activations are widened by their scales, and the halves of the first product
-/// turned around: definitions have gates last.
+/// Routing, then the experts that are here, in f32. Definitions have gates last, so the halves of the first product are turned
+/// around.
 fn moe(exec: &Exec, params: &Value, named: &Named<'_>, out: &mut Array) -> Result<()> {
-    let logits = named.get("routing_logits")?;
-    let (tokens, experts) = (dim(logits, 0), dim(logits, 1));
-    let top_k = params["top_k"].as_u64().unwrap_or(1) as usize;
-    let deepseek = params["routing"] == "deepseek";
-    let groups = params["groups"]
-        .as_array()
-        .filter(|g| g.len() == 2)
-        .map(|g| Groups { count: g[0].as_u64().unwrap_or(1) as usize, chosen: g[1].as_u64().unwrap_or(1) as usize });
-    let scale = named.find("routed_scaling_factor").map_or(1.0, |s| s.get(0) as f32);
-    let score = if deepseek { Score::Sigmoid } else { Score::Softmax };
-    let routing = Routing { score, renormalize: true, groups, scale };
+    let (w1, w2, rule) = (named.get("gemm1_weights")?, named.get("gemm2_weights")?, params["routing"].as_str());
+    let mut x = widened(named.get("hidden_states")?, named.find("hidden_states_scale"))?;
+    let (tokens, local) = (dim(&x, 0), dim(w1, 0));
+    let number = |value: &Value| value.as_u64().unwrap_or(1) as usize;
+    let top_k = number(&params["top_k"]);
     let mut ids = Array::zeros(DType::Int32, &[tokens, top_k])?;
     let mut weights = Array::zeros(DType::Float32, &[tokens, top_k])?;
-    let bias = named.find("routing_bias").map(Array::view).transpose()?;
-    let args = RouteArgs { logits: logits.view()?, bias, ids: ids.view_mut()?, weights: weights.view_mut()? };
-    route(exec, routing, args)?;
-    let (w1, w2) = (named.get("gemm1_weights")?, named.get("gemm2_weights")?);
-    let local = dim(w1, 0);
+    if let Some(packed) = named.find("topk_ids") {
+        // An expert above its weight's 16 bits.
+        for (i, p) in packed.typed::<i32>().iter().enumerate() {
+            ids.typed_mut::<i32>()[i] = p >> 16;
+            weights.typed_mut::<f32>()[i] = bf16::from_bits(*p as u16).to_f32();
+        }
+    } else {
+        let deepseek = rule == Some("deepseek");
+        let groups = params["groups"].as_array().filter(|g| g.len() == 2);
+        let groups = groups.map(|g| Groups { count: number(&g[0]), chosen: number(&g[1]) });
+        let score = if deepseek || rule == Some("llama4") { Score::Sigmoid } else { Score::Softmax };
+        let scale = named.find("routed_scaling_factor").map_or(1.0, |s| s.get(0) as f32);
+        let routing = Routing { score, renormalize: rule != Some("llama4"), groups, scale };
+        let bias = named.find("routing_bias").filter(|_| deepseek).map(Array::view);
+        let (logits, ids, weights) = (named.get("routing_logits")?.view(), ids.view_mut(), weights.view_mut());
+        route(exec, routing, RouteArgs { logits, bias, ids, weights })?;
+    }
     let offset = named.find("local_expert_offset").map_or(0, |o| o.integer(0));
     for id in ids.typed_mut::<i32>() {
         let here = i64::from(*id) - offset;
         *id = if (0..local as i64).contains(&here) { here as i32 } else { -1 };
     }
-    debug_assert!(experts >= local);
-    let x = widened(named.get("hidden_states")?, named.get("hidden_states_scale")?)?;
-    let (turned, scales) = (halves_turned(w1), halves_turned(named.get("gemm1_weights_scale")?));
-    let mut wide = Array::zeros(DType::Float32, x.shape())?;
-    let w_gate_up = Scaled::new(turned.view()?, scales.view()?, Block::TILE);
-    let w_down = Scaled::new(w2.view()?, named.get("gemm2_weights_scale")?.view()?, Block::TILE);
-    moe_ffn(
-        exec,
-        FfnArgs {
-            x: x.view()?,
-            ids: ids.view()?,
-            weights: weights.view()?,
-            w_gate_up,
-            w_down,
-            gate: Gate::Silu,
-            out: wide.view_mut()?,
-        },
-    )?;
+    if rule == Some("llama4") {
+        // The one expert's weight is the input's.
+        let hidden = dim(&x, 1).max(1);
+        let rows = x.typed_mut::<f32>().chunks_mut(hidden).zip(weights.typed::<f32>().chunks(top_k));
+        rows.for_each(|(row, w)| row.iter_mut().for_each(|x| *x *= w[0]));
+        weights.typed_mut::<f32>().fill(1.0);
+    }
+    let turned = halves_turned(w1);
+    let (one, two): (Array, Array);
+    let (w_gate_up, w_down) = if let Some(scales) = named.find("gemm1_weights_scale") {
+        one = halves_turned(scales);
+        let down = Scaled::new(w2.view(), named.get("gemm2_weights_scale")?.view(), Block::TILE);
+        (Scaled::new(turned.view(), one.view(), Block::TILE), down)
+    } else if let Some(up) = named.find("output1_scales_scalar") {
+        let pairs = named.get("output1_scales_gate_scalar")?.typed::<f32>().iter().zip(up.typed::<f32>());
+        let pairs: Vec<f32> = pairs.flat_map(|(gate, up)| [*gate, *up]).collect();
+        one = Array::from_bytes(DType::Float32, &[local, 2, 1], bytemuck::cast_slice(&pairs))?;
+        two = Array::from_bytes(DType::Float32, &[local, 1, 1], named.get("output2_scales_scalar")?.bytes())?;
+        let half = Block { rows: dim(w1, 1) / 2, columns: Block::ALL };
+        (Scaled::new(turned.view(), one.view(), half), Scaled::new(w2.view(), two.view(), Block::TENSOR))
+    } else {
+        (turned.view().into(), w2.view().into())
+    };
+    let (ids, weights, mut wide) = (ids.view(), weights.view(), Array::zeros(DType::Float32, x.shape())?);
+    let to = wide.view_mut();
+    moe_ffn(exec, FfnArgs { x: x.view(), ids, weights, w_gate_up, w_down, gate: Gate::Silu, out: to })?;
     (0..out.len()).for_each(|i| out.set(i, wide.get(i)));
     Ok(())
 }
 
-/// `x[t, h] * scale[h / 128, t]`
-fn widened(x: &Array, scale: &Array) -> Result<Array> {
+/// `x[t, h]`, times `scale[h / 128, t]` if there are scales, in f32.
+fn widened(x: &Array, scale: Option<&Array>) -> Result<Array> {
     let (tokens, hidden) = (dim(x, 0), dim(x, 1));
     let mut wide = Array::zeros(DType::Float32, &[tokens, hidden])?;
-    let scales = scale.typed::<f32>();
-    let from = x.typed::<fir::tensor::E4m3>();
-    for (t, row) in wide.typed_mut::<f32>().chunks_mut(hidden.max(1)).enumerate() {
-        for (h, o) in row.iter_mut().enumerate() {
-            *o = from[t * hidden + h].to_f32() * scales[h / 128 * tokens + t];
-        }
+    for (i, o) in wide.typed_mut::<f32>().iter_mut().enumerate() {
+        let by = scale.map_or(1.0, |s| s.typed::<f32>()[i % hidden / 128 * tokens + i / hidden]);
+        *o = x.get(i) as f32 * by;
     }
     Ok(wide)
 }

@@ -143,7 +143,16 @@ fn structure(
         "positions" => axis("max_seq_len"),
         "state_batch_indices" => axis("state_cache_size"),
         "initial_state_indices" => axis("pool_size"),
-        "topk_ids" => axis("num_experts"),
+        "topk_ids" => {
+            // An expert above the 16 bits of its weight, the experts of a row apart.
+            let (experts, row) = (axis("num_experts").max(1), array.shape().last().copied().unwrap_or(1).max(1));
+            for i in 0..array.len() {
+                let weight = fir::tensor::bf16::from_f64(0.1 + rng.uniform());
+                let expert = (i / row * 5 + i % row) as u64 % experts;
+                array.set(i, (expert << 16 | u64::from(weight.to_bits())) as f64);
+            }
+            return Ok(Some(array));
+        }
         _ => {
             let why = format!("`{}`: what its integer input `{name}` means is not known", definition.name());
             return Err(Error::refused("synthesize", why));

@@ -77,7 +77,7 @@ impl Engine {
             }
             _ => return Err(PyValueError::new_err(format!("device {device:?}, expected \"cpu\" or \"cuda:0\""))),
         };
-        let exec = exec_at(place)?;
+        let exec = fir_bench::apply::attach(exec_at(place)?).map_err(|e| PyValueError::new_err(e.to_string()))?;
         let started = py.detach(|| {
             let path = fir_engine::pull::pull(model, &mut |_| {})?;
             let model = Arc::new(Model::load(&exec, &path)?);

@@ -1,5 +1,7 @@
 //! [`Exec`]: where an operator runs.
 
+use std::sync::Arc;
+
 pub use crate::cpu::{exec::Cpu, level::Level, tuning::Tuning};
 #[cfg(feature = "cuda")]
 pub use crate::cuda::{
@@ -9,6 +11,7 @@ pub use crate::cuda::{
     jit::Arch,
 };
 use crate::error::Result;
+pub use crate::overrides::{Call, Override};
 
 /// Where operators run; every one takes it first.
 #[derive(Clone, Debug)]
@@ -51,6 +54,27 @@ impl Exec {
             #[cfg(feature = "cuda")]
             Self::Cuda(gpu) => gpu.properties().multiprocessors as usize,
         }
+    }
+
+    /// The same executor, whose operators ask `over` before they run; it takes the place of one that was there.
+    #[must_use]
+    pub fn with_override(&self, over: Arc<dyn Override>) -> Self {
+        match self {
+            Self::Cpu(cpu) => Self::Cpu(cpu.with_override(over)),
+            #[cfg(feature = "cuda")]
+            Self::Cuda(gpu) => Self::Cuda(gpu.with_override(over)),
+        }
+    }
+
+    /// Whether `ask`, called with the override, says that an operator is done; `false` after a look at one pointer where
+    /// there is none.
+    pub(crate) fn overridden(&self, ask: impl FnOnce(&dyn Override) -> Result<bool>) -> Result<bool> {
+        let over = match self {
+            Self::Cpu(cpu) => cpu.over(),
+            #[cfg(feature = "cuda")]
+            Self::Cuda(gpu) => gpu.over(),
+        };
+        over.map_or(Ok(false), ask)
     }
 
     /// The CPU, for an operator that has no kernel elsewhere.

@@ -59,6 +59,7 @@ pub mod exec;
 pub mod filters;
 pub mod kv;
 mod ops;
+mod overrides;
 pub mod philox;
 pub mod plan;
 pub mod reference;

@@ -79,10 +79,7 @@ impl Bench<'_> {
         let time = a.deadline.saturating_duration_since(Instant::now());
         let worker = a.worker.as_mut().ok_or((Status::RuntimeError, "there is no worker".to_owned()))?;
         match worker.ask(question, Limits { time, ..self.limits() }) {
-            Ok(answer) => match answer["log"].as_str() {
-                None => Ok(answer),
-                Some(log) => Err((Status::RuntimeError, log.to_owned())),
-            },
+            Ok(answer) => Ok(answer),
             Err(Ended::Timeout) => Err((Status::Timeout, format!("took more than {:?}", self.config.timeout))),
             Err(Ended::Failed(why)) => Err((Status::RuntimeError, why)),
         }

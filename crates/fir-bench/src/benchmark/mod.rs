@@ -176,14 +176,9 @@ impl Bench<'_> {
     fn look_around(&mut self) -> Result<()> {
         let mut worker = Worker::forked(&self.python, &self.session)?;
         let fail = |why: String| Error::Worker { worker: self.config.python.display().to_string(), why };
-        let answer = match worker.ask(&json!({"op": "info", "device": self.config.device}), self.limits()) {
-            Ok(answer) => answer,
-            Err(Ended::Timeout) => return Err(fail("did not say what it has in time".into())),
-            Err(Ended::Failed(why)) => return Err(fail(why)),
-        };
-        if let Some(log) = answer["log"].as_str() {
-            return Err(fail(format!("device {}: {log}", self.config.device)));
-        }
+        let device = &self.config.device;
+        let answer = worker.ask(&json!({"op": "info", "device": device}), self.limits());
+        let answer = answer.map_err(|e| fail(format!("device {device}: {}", ended(&e))))?;
         for (name, version) in answer["libs"].as_object().into_iter().flatten() {
             self.environment.libs.insert(name.clone(), version.as_str().unwrap_or("?").into());
         }
@@ -207,10 +202,7 @@ impl Bench<'_> {
         };
         let mut worker = worker.map_err(|e| (Status::RuntimeError, e.to_string()))?;
         match worker.ask(&request, self.limits()) {
-            Ok(answer) => match answer["log"].as_str() {
-                None => Ok(worker),
-                Some(log) => Err(compile(format!("{log}\n{}", worker.printed()))),
-            },
+            Ok(_) => Ok(worker),
             Err(Ended::Timeout) => Err((Status::Timeout, format!("building took more than {:?}", self.config.timeout))),
             Err(Ended::Failed(why)) => Err(compile(format!("{why}\n{}", worker.printed()))),
         }
@@ -343,9 +335,6 @@ impl Bench<'_> {
             let question =
                 json!({"op": "run", "inputs": trial.specs, "roll": roll, "outputs": outputs, "files": files});
             let answer = worker.ask(&question, self.limits()).map_err(|e| fail(ended(&e)))?;
-            if let Some(log) = answer["log"].as_str() {
-                return Err(fail(log.into()));
-            }
             trial
                 .edited
                 .extend(answer["edited"].as_array().into_iter().flatten().filter_map(Value::as_str).map(str::to_owned));
@@ -360,8 +349,7 @@ impl Bench<'_> {
                 "keep": [], "files": [], "cold": self.cold,
             });
             let answer = worker.ask(&question, self.limits()).map_err(|e| fail(ended(&e)))?;
-            trial.reference_ms =
-                median(&answer["times"]).ok_or_else(|| fail(format!("could not be timed: {}", answer["log"])))?;
+            trial.reference_ms = median(&answer["times"]).ok_or_else(|| fail("could not be timed".into()))?;
         }
         Ok(())
     }

@@ -3,8 +3,6 @@
 //! Names are axes; an input tensor has `.shape[i]`, and `t[i].item()` where its numbers are known. What needs a number that
 //! is not known is undecided, and not wrong.
 
-use std::fmt;
-
 /// What is known when an expression is evaluated.
 pub trait Facts {
     /// Value of an axis, or of a scalar input.
@@ -42,26 +40,10 @@ impl Number {
     }
 }
 
-/// An expression.
+/// An expression. It is a line of text: what is kept are its words, and evaluating reads them again.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Expr {
-    /// A number as it is written.
-    Literal(Number),
-    /// An axis.
-    Name(String),
-    /// `tensor.shape[index]`
-    Shape(String, Box<Expr>),
-    /// `tensor[index].item()`
-    Element(String, Box<Expr>),
-    /// A minus sign or `not`.
-    Unary(&'static str, Box<Expr>),
-    /// Arithmetic, comparison, `and`, `or`; a chain of comparisons is a tree of `and`.
-    Binary(&'static str, Box<Expr>, Box<Expr>),
-    /// `min`, `max`, `abs`, `ceil_div`, `next_power_of_2`
-    Call(&'static str, Vec<Expr>),
-}
+pub struct Expr(Vec<String>);
 
-const FUNCTIONS: [&str; 5] = ["min", "max", "abs", "ceil_div", "next_power_of_2"];
 /// Operators by how tightly they bind, loosest first.
 const LEVELS: [&[&str]; 5] =
     [&["or"], &["and"], &["==", "!=", "<=", ">=", "<", ">"], &["+", "-"], &["*", "//", "/", "%"]];
@@ -69,64 +51,41 @@ const LEVELS: [&[&str]; 5] =
 impl Expr {
     /// Reads an expression, or says what in it is not understood.
     pub fn parse(text: &str) -> Result<Self, String> {
-        let tokens = tokens(text)?;
-        let mut parser = Parser { tokens: &tokens, depth: 0 };
-        let expr = parser.level(0)?;
-        match parser.tokens.first() {
-            None => Ok(expr),
-            Some(token) => Err(format!("`{token}` is not expected")),
+        struct Nothing;
+        impl Facts for Nothing {
+            fn axis(&self, _: &str) -> Option<i64> {
+                None
+            }
         }
+        let expr = Self(tokens(text)?);
+        expr.run(&Nothing).map(|_| expr)
     }
 
     /// Its value; `None` when it needs what `facts` do not know, or divides by zero.
     pub fn eval(&self, facts: &dyn Facts) -> Option<Number> {
-        let int = |e: &Self| match e.eval(facts)? {
-            Number::Int(i) => Some(i),
-            Number::Float(_) => None,
-        };
-        match self {
-            Self::Literal(n) => Some(*n),
-            Self::Name(name) => facts.axis(name).map(Number::Int),
-            Self::Shape(tensor, index) => {
-                let (shape, i) = (facts.shape(tensor)?, int(index)?);
-                let i = if i < 0 { i + shape.len() as i64 } else { i };
-                shape.get(usize::try_from(i).ok()?).map(|&n| Number::Int(n as i64))
-            }
-            Self::Element(tensor, index) => facts.element(tensor, int(index)?).map(Number::Int),
-            Self::Unary("not", x) => Some(Number::Int(i64::from(!x.eval(facts)?.truth()))),
-            Self::Unary(_, x) => Some(match x.eval(facts)? {
-                Number::Int(i) => Number::Int(i.checked_neg()?),
-                Number::Float(f) => Number::Float(-f),
-            }),
-            // An undecided side does not matter when the other decides.
-            Self::Binary("and", a, b) => match (a.eval(facts), b.eval(facts)) {
-                (Some(a), b) if a.truth() => b,
-                (Some(a), _) => Some(a),
-                (None, Some(b)) if !b.truth() => Some(b),
-                (None, _) => None,
-            },
-            Self::Binary("or", a, b) => match (a.eval(facts), b.eval(facts)) {
-                (Some(a), _) if a.truth() => Some(a),
-                (Some(_), b) => b,
-                (None, Some(b)) if b.truth() => Some(b),
-                (None, _) => None,
-            },
-            Self::Binary(op, a, b) => binary(op, a.eval(facts)?, b.eval(facts)?),
-            Self::Call(name, args) => {
-                let args: Vec<i64> = args.iter().map(int).collect::<Option<_>>()?;
-                let value = match (*name, args.as_slice()) {
-                    ("min", [_, ..]) => *args.iter().min()?,
-                    ("max", [_, ..]) => *args.iter().max()?,
-                    ("abs", [x]) => x.checked_abs()?,
-                    ("ceil_div", [a, b]) if *b > 0 => a.div_euclid(*b) + i64::from(a.rem_euclid(*b) != 0),
-                    ("next_power_of_2", [x]) => {
-                        i64::try_from(u64::try_from(*x).ok()?.checked_next_power_of_two()?).ok()?
-                    }
-                    _ => return None,
-                };
-                Some(Number::Int(value))
-            }
+        self.run(facts).ok().flatten()
+    }
+
+    fn run(&self, facts: &dyn Facts) -> Value {
+        let mut parser = Parser { tokens: &self.0, facts, depth: 0 };
+        let value = parser.level(0)?;
+        match parser.tokens.first() {
+            None => Ok(value),
+            Some(token) => Err(format!("`{token}` is not expected")),
         }
+    }
+}
+
+/// A number, `None` if it is not known, or what is not understood.
+type Value = Result<Option<Number>, String>;
+
+/// `and`, `or`: an undecided side does not matter when the other decides.
+fn logic(op: &str, a: Option<Number>, b: Option<Number>) -> Option<Number> {
+    let decides = |x: &Number| x.truth() == (op == "or");
+    match a {
+        Some(a) if decides(&a) => Some(a),
+        Some(_) => b,
+        None => b.filter(decides),
     }
 }
 
@@ -193,6 +152,7 @@ const DEEPEST: usize = 64;
 
 struct Parser<'a> {
     tokens: &'a [String],
+    facts: &'a dyn Facts,
     depth: usize,
 }
 
@@ -211,113 +171,112 @@ impl<'a> Parser<'a> {
         found
     }
 
-    fn expect(&mut self, token: &str) -> Result<(), String> {
-        if self.take(token) { Ok(()) } else { Err(format!("`{token}` is missing")) }
+    fn expect(&mut self, tokens: &[&str]) -> Result<(), String> {
+        tokens.iter().try_for_each(|t| if self.take(t) { Ok(()) } else { Err(format!("`{t}` is missing")) })
     }
 
-    fn level(&mut self, level: usize) -> Result<Expr, String> {
+    /// A level down, if that is not too deep.
+    fn deeper(&mut self, read: impl FnOnce(&mut Self) -> Value) -> Value {
         self.depth += 1;
         if self.depth > DEEPEST * LEVELS.len() {
             return Err(format!("is nested deeper than {DEEPEST}"));
         }
-        let expr = self.operators(level);
+        let value = read(self);
         self.depth -= 1;
-        expr
+        value
     }
 
-    fn operators(&mut self, level: usize) -> Result<Expr, String> {
+    fn level(&mut self, level: usize) -> Value {
+        self.deeper(|p| p.operators(level))
+    }
+
+    fn operators(&mut self, level: usize) -> Value {
         let Some(operators) = LEVELS.get(level) else { return self.unary() };
         if level == 2 && self.take("not") {
-            return Ok(Expr::Unary("not", Box::new(self.level(level)?)));
+            return Ok(self.level(level)?.map(|x| Number::Int(i64::from(!x.truth()))));
         }
         let mut left = self.level(level + 1)?;
-        let mut last: Option<Expr> = None;
+        let (mut last, mut chained) = (left, false);
         while let Some(&op) = operators.iter().find(|op| self.take(op)) {
             let right = self.level(level + 1)?;
-            left = match (level, last) {
+            let link = last.zip(right).and_then(|(a, b)| binary(op, a, b));
+            left = match level {
+                0 | 1 => logic(op, left, right),
                 // `a < b < c` is `a < b and b < c`
-                (2, Some(middle)) => {
-                    let link = Expr::Binary(op, Box::new(middle), Box::new(right.clone()));
-                    Expr::Binary("and", Box::new(left), Box::new(link))
-                }
-                _ => Expr::Binary(op, Box::new(left), Box::new(right.clone())),
+                2 if chained => logic("and", left, link),
+                _ => link,
             };
-            last = Some(right);
+            (last, chained) = (if level == 2 { right } else { left }, true);
         }
         Ok(left)
     }
 
-    fn unary(&mut self) -> Result<Expr, String> {
+    fn unary(&mut self) -> Value {
         if self.take("-") {
-            self.depth += 1;
-            if self.depth > DEEPEST * LEVELS.len() {
-                return Err(format!("is nested deeper than {DEEPEST}"));
-            }
-            let inner = self.unary();
-            self.depth -= 1;
-            return Ok(Expr::Unary("-", Box::new(inner?)));
+            return Ok(self.deeper(Self::unary)?.and_then(|x| binary("-", Number::Int(0), x)));
         }
         let base = self.primary()?;
         if self.take("**") {
-            return Ok(Expr::Binary("**", Box::new(base), Box::new(self.unary()?)));
+            return Ok(base.zip(self.deeper(Self::unary)?).and_then(|(a, b)| binary("**", a, b)));
         }
         Ok(base)
     }
 
-    fn primary(&mut self) -> Result<Expr, String> {
+    fn primary(&mut self) -> Value {
         let token = self.next()?;
         if token == "(" {
             let inner = self.level(0)?;
-            self.expect(")")?;
+            self.expect(&[")"])?;
             return Ok(inner);
         }
         if token.starts_with(|c: char| c.is_ascii_digit()) {
             let plain = token.replace('_', "");
             let number = plain.parse().map(Number::Int).or_else(|_| plain.parse().map(Number::Float));
-            return number.map(Expr::Literal).map_err(|_| format!("`{token}` is not a number"));
+            return number.map(Some).map_err(|_| format!("`{token}` is not a number"));
         }
         if !token.starts_with(|c: char| c.is_alphabetic() || c == '_') {
             return Err(format!("`{token}` is not expected"));
         }
-        match token {
-            "True" => return Ok(Expr::Literal(Number::Int(1))),
-            "False" => return Ok(Expr::Literal(Number::Int(0))),
-            _ => {}
+        if matches!(token, "True" | "False") {
+            return Ok(Some(Number::Int(i64::from(token == "True"))));
         }
-        if let Some(&function) = FUNCTIONS.iter().find(|f| **f == token)
-            && self.take("(")
-        {
-            let mut args = vec![self.level(0)?];
+        let int = |value: Option<Number>| value.and_then(|x| if let Number::Int(i) = x { Some(i) } else { None });
+        if ["min", "max", "abs", "ceil_div", "next_power_of_2"].contains(&token) && self.take("(") {
+            let mut args = vec![int(self.level(0)?)];
             while self.take(",") {
-                args.push(self.level(0)?);
+                args.push(int(self.level(0)?));
             }
-            self.expect(")")?;
-            return Ok(Expr::Call(function, args));
+            self.expect(&[")"])?;
+            let args: Option<Vec<i64>> = args.into_iter().collect();
+            return Ok(args.and_then(|args| function(token, &args)).map(Number::Int));
         }
         if self.take("[") {
-            let index = self.level(0)?;
-            for token in ["]", ".", "item", "(", ")"] {
-                self.expect(token)?;
-            }
-            return Ok(Expr::Element(token.into(), Box::new(index)));
+            let index = int(self.level(0)?);
+            self.expect(&["]", ".", "item", "(", ")"])?;
+            return Ok(index.and_then(|i| self.facts.element(token, i)).map(Number::Int));
         }
         if self.take(".") {
-            self.expect("shape")?;
-            self.expect("[")?;
-            let index = self.level(0)?;
-            self.expect("]")?;
-            return Ok(Expr::Shape(token.into(), Box::new(index)));
+            self.expect(&["shape", "["])?;
+            let index = int(self.level(0)?);
+            self.expect(&["]"])?;
+            let size = index.zip(self.facts.shape(token)).and_then(|(i, shape)| {
+                let i = if i < 0 { i + shape.len() as i64 } else { i };
+                shape.get(usize::try_from(i).ok()?).map(|&n| n as i64)
+            });
+            return Ok(size.map(Number::Int));
         }
-        Ok(Expr::Name(token.into()))
+        Ok(self.facts.axis(token).map(Number::Int))
     }
 }
 
-impl fmt::Display for Number {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Int(i) => i.fmt(f),
-            Self::Float(x) => x.fmt(f),
-        }
+fn function(name: &str, args: &[i64]) -> Option<i64> {
+    match (name, args) {
+        ("min", _) => args.iter().min().copied(),
+        ("max", _) => args.iter().max().copied(),
+        ("abs", [x]) => x.checked_abs(),
+        ("ceil_div", [a, b]) if *b > 0 => Some(a.div_euclid(*b) + i64::from(a.rem_euclid(*b) != 0)),
+        ("next_power_of_2", [x]) => i64::try_from(u64::try_from(*x).ok()?.checked_next_power_of_two()?).ok(),
+        _ => None,
     }
 }
 

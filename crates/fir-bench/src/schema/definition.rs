@@ -66,14 +66,26 @@ impl DType {
         Self::ALL.into_iter().find(|d| d.name() == name)
     }
 
+    /// The kernel library's name for it.
+    pub fn fir(self) -> fir::DType {
+        match self {
+            Self::Float32 => fir::DType::F32,
+            Self::Float16 => fir::DType::F16,
+            Self::BFloat16 => fir::DType::BF16,
+            Self::Float8E4m3 => fir::DType::E4M3,
+            Self::Float8E5m2 => fir::DType::E5M2,
+            Self::Float4E2m1 => fir::DType::E2M1x2,
+            Self::Int64 => fir::DType::I64,
+            Self::Int32 => fir::DType::I32,
+            Self::Int16 => fir::DType::I16,
+            Self::Int8 => fir::DType::I8,
+            Self::Bool => fir::DType::Bool,
+        }
+    }
+
     /// Bytes of an element.
     pub fn bytes(self) -> usize {
-        match self {
-            Self::Int64 => 8,
-            Self::Float32 | Self::Int32 => 4,
-            Self::Float16 | Self::BFloat16 | Self::Int16 => 2,
-            _ => 1,
-        }
+        self.fir().size()
     }
 
     /// Whether it holds whole numbers or booleans.
@@ -327,12 +339,7 @@ fn specs(at: &At<'_>, axes: &HashSet<&str>) -> Result<Vec<(String, TensorSpec)>>
             });
             names.collect::<Result<Vec<_>>>()
         };
-        let dtype = at.get("dtype")?;
-        let wanted = dtype.text()?;
-        let dtype = DType::from_name(&wanted).ok_or_else(|| {
-            let all = DType::ALL.map(DType::name).join(", ");
-            dtype.refuse(format!("must be one of {all}, not {wanted:?}"))
-        })?;
+        let dtype = at.get("dtype")?.one_of(&DType::ALL, DType::name)?;
         let description = at.optional("description")?.map(|at| at.text()).transpose()?;
         Ok((
             name,

@@ -124,6 +124,15 @@ impl<'a> At<'a> {
         self.find(name)?.map_or(Ok(Vec::new()), |at| at.list()?.iter().map(Self::non_empty).collect())
     }
 
+    /// One of `all`, by its name.
+    pub(crate) fn one_of<T: Copy>(&self, all: &[T], name: fn(T) -> &'static str) -> Result<T> {
+        let wanted = self.text()?;
+        all.iter().copied().find(|x| name(*x) == wanted).ok_or_else(|| {
+            let names: Vec<&str> = all.iter().map(|x| name(*x)).collect();
+            self.refuse(format!("must be one of {}, not {wanted:?}", names.join(", ")))
+        })
+    }
+
     pub(crate) fn size(&self) -> Result<u64> {
         self.value.as_u64().ok_or_else(|| self.refuse(format!("must be a whole number from 0 on, not {}", self.value)))
     }

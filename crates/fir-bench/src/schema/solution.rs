@@ -73,7 +73,7 @@ pub struct Solution {
     entry_symbol: String,
     dependencies: Vec<String>,
     destination_passing: bool,
-    binding: Option<String>,
+    binding: Option<&'static str>,
     include_paths: Vec<String>,
     flags: Vec<String>,
     sources: Vec<Source>,
@@ -93,12 +93,7 @@ impl Solution {
     fn read(text: String, value: &Value, file: &str) -> Result<Self> {
         let at = At::root(value, file);
         let spec = at.get("spec")?;
-        let language = spec.get("language")?;
-        let wanted = language.text()?;
-        let language = Language::ALL.into_iter().find(|l| l.name() == wanted).ok_or_else(|| {
-            let all = Language::ALL.map(Language::name).join(", ");
-            language.refuse(format!("must be one of {all}, not {wanted:?}"))
-        })?;
+        let language = spec.get("language")?.one_of(&Language::ALL, Language::name)?;
         let target_hardware = spec.texts("target_hardware")?;
         if target_hardware.is_empty() {
             return Err(spec.get("target_hardware")?.refuse("must name at least one"));
@@ -111,12 +106,7 @@ impl Solution {
             }
             _ => return Err(entry.refuse(format!("must be `file::symbol`, not {text_of_entry:?}"))),
         };
-        let binding = spec.optional("binding")?;
-        if let Some(at) = &binding
-            && !BINDINGS.contains(&at.text()?.as_str())
-        {
-            return Err(at.refuse(format!("must be one of {}, not {}", BINDINGS.join(", "), at.value)));
-        }
+        let binding = spec.optional("binding")?.map(|at| at.one_of(&BINDINGS, |name| name)).transpose()?;
         let list = at.get("sources")?;
         let (mut sources, mut seen) = (Vec::new(), HashSet::new());
         for at in list.list()? {
@@ -136,7 +126,7 @@ impl Solution {
             description: at.optional("description")?.map(|at| at.text()).transpose()?,
             dependencies: spec.texts("dependencies")?,
             destination_passing: spec.find("destination_passing_style")?.map_or(Ok(true), |at| at.flag())?,
-            binding: binding.map(|at| at.text()).transpose()?,
+            binding,
             include_paths: spec.texts("include_paths")?,
             flags: spec.texts("flags")?,
             language,
@@ -205,7 +195,7 @@ impl Solution {
 
     /// How compiled code is called; `None` is its language's usual way.
     pub fn binding(&self) -> Option<&str> {
-        self.binding.as_deref()
+        self.binding
     }
 
     /// Folders of headers beside its own.
@@ -247,7 +237,7 @@ impl Solution {
         part(&self.definition);
         part(self.language.name());
         part(&format!("{}::{}", self.entry_file, self.entry_symbol));
-        part(self.binding.as_deref().unwrap_or(""));
+        part(self.binding.unwrap_or(""));
         self.dependencies.iter().for_each(|d| part(d));
         self.sources.iter().for_each(|s| [&s.path, &s.content].into_iter().for_each(|t| part(t)));
         if whole {

@@ -122,11 +122,7 @@ impl Evaluation {
     }
 
     fn read(at: &At<'_>) -> Result<Self> {
-        let named = at.get("status")?;
-        let name = named.text()?;
-        let status = Status::ALL.into_iter().find(|s| s.name() == name).ok_or_else(|| {
-            named.refuse(format!("must be one of {}, not {name:?}", Status::ALL.map(Status::name).join(", ")))
-        })?;
+        let status = at.get("status")?.one_of(&Status::ALL, Status::name)?;
         let (correctness, performance) = (at.optional("correctness")?, at.optional("performance")?);
         let wants_correctness = matches!(status, Status::Passed | Status::IncorrectNumerical);
         let wants_performance = status == Status::Passed;
@@ -137,7 +133,7 @@ impl Evaluation {
             if there != wanted {
                 let rule = if wanted { "is required" } else { "must be null" };
                 let at = at.find(field)?.unwrap_or_else(|| at.clone());
-                return Err(at.refuse(format!("`{field}` {rule} with status {name}")));
+                return Err(at.refuse(format!("`{field}` {rule} with status {}", status.name())));
             }
         }
         let environment = at.get("environment")?;

@@ -269,8 +269,10 @@ impl Worker {
         loop {
             if let Some(end) = self.buffer.iter().position(|b| *b == b'\n') {
                 let line: Vec<u8> = self.buffer.drain(..=end).collect();
-                return serde_json::from_slice(&line)
-                    .map_err(|e| Ended::Failed(format!("the worker's answer is not JSON: {e}")));
+                let answer: Value = serde_json::from_slice(&line)
+                    .map_err(|e| Ended::Failed(format!("the worker's answer is not JSON: {e}")))?;
+                // An answer with a log is what went wrong.
+                return answer["log"].as_str().map_or(Ok(answer.clone()), |log| Err(Ended::Failed(log.into())));
             }
             match self.stream.read(&mut chunk) {
                 Ok(0) => return Err(self.died()),

@@ -1,4 +1,4 @@
-//! The native worker: compiled solutions and the kernel library's operators, on CPU tensors.
+//! The native worker: compiled solutions, on CPU tensors, and the kernel library's operators, on those of a GPU too.
 //!
 //! It answers the questions of `worker.py`, with the same rules: inputs at new places with other numbers for every call,
 //! outputs poisoned before it and looked at again after it, caches cold.
@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 
 use crate::array::{Array, Roll};
-use crate::build::Library;
+use crate::build::{Arg, Library};
 use crate::error::{Error, Result};
 use crate::ops::{Operator, Prepared};
 use crate::schema::DType;
@@ -129,7 +129,9 @@ impl Native {
 
     fn build(&mut self, q: &Value) -> Result<Value> {
         self.code = match text(q, "kind")? {
-            "fir" => Code::Fir(Box::new(Operator::new(text(q, "entry_symbol")?, text(q, "params")?)?)),
+            "fir" => {
+                Code::Fir(Box::new(Operator::new(text(q, "entry_symbol")?, text(q, "params")?, text(q, "device")?)?))
+            }
             _ => Code::Library(Library::open(Path::new(text(q, "library")?), text(q, "entry_symbol")?)?),
         };
         Ok(json!({}))
@@ -153,10 +155,59 @@ impl Native {
         outs: &mut [Array],
     ) -> Result<()> {
         match (&self.code, prepared) {
-            (Code::Library(library), _) => library.call(args, outs),
+            (Code::Library(library), _) => {
+                let arg = |a| -> Arg<'_> {
+                    let a: &mut Array = a;
+                    let (dtype, shape) = (a.dtype(), a.shape().to_vec());
+                    Arg::written(a.bytes_mut(), dtype, &shape)
+                };
+                library.call(&args.iter_mut().chain(outs).map(arg).collect::<Vec<_>>())
+            }
             (Code::Fir(_), Some(prepared)) => prepared.run(names, args, outs),
             _ => Err(refuse("nothing was built")),
         }
+    }
+
+    /// One call on copies of `args` and `outs` where the code wants them; its milliseconds. What it made of them is in the
+    /// originals, inputs only if `back` asks for them.
+    fn timed(
+        &self,
+        prepared: &mut Option<Prepared<'_>>,
+        names: &[&str],
+        args: &mut [Array],
+        outs: &mut [Array],
+        cold: &mut Vec<u8>,
+        back: bool,
+    ) -> Result<f64> {
+        let Some((fir::Exec::Cuda(gpu), stream)) = self.stream() else {
+            cold.iter_mut().for_each(|b| *b = b.wrapping_add(1));
+            black_box(&mut *cold);
+            let begin = Instant::now();
+            self.call(prepared, names, args, outs)?;
+            return Ok(begin.elapsed().as_secs_f64() * 1e3);
+        };
+        let exec = fir::Exec::Cuda(gpu.clone());
+        let on = |arrays: &[Array]| arrays.iter().map(|a| a.on(&exec)).collect::<Result<Vec<_>>>();
+        let (mut there, mut made) = (on(args)?, on(outs)?);
+        // Zeros over all of its cache.
+        let flushed = gpu.zeros(fir::DType::U8, &[cold.len()])?;
+        gpu.synchronize()?;
+        let begin = stream.record()?;
+        self.call(prepared, names, &mut there, &mut made)?;
+        let end = stream.record()?;
+        end.synchronize()?;
+        drop(flushed);
+        for (to, from) in outs.iter_mut().zip(&made).chain(args.iter_mut().zip(&there).filter(|_| back)) {
+            *to = from.to_host()?;
+        }
+        Ok(f64::from(end.since(&begin)?))
+    }
+
+    /// The executor and its stream, of an operator on a GPU.
+    fn stream(&self) -> Option<(&fir::Exec, &fir::exec::Stream)> {
+        let Code::Fir(operator) = &self.code else { return None };
+        let fir::Exec::Cuda(gpu) = &operator.exec else { return None };
+        Some((&operator.exec, gpu.stream()?))
     }
 
     fn run(&mut self, q: &Value) -> Result<Value> {
@@ -168,9 +219,7 @@ impl Native {
         place(&bases, roll_of(&q["roll"]), &mut args);
         let originals = args.clone();
         let mut outs = poisoned(specs)?;
-        let begin = Instant::now();
-        self.call(&mut prepared, &names, &mut args, &mut outs)?;
-        let ms = begin.elapsed().as_secs_f64() * 1e3;
+        let ms = self.timed(&mut prepared, &names, &mut args, &mut outs, &mut Vec::new(), true)?;
         store(&outs, &q["files"])?;
         Ok(json!({"outputs": described(&outs), "edited": edited(&names, &args, &originals), "ms": ms}))
     }
@@ -193,11 +242,7 @@ impl Native {
             outs.iter_mut().for_each(Array::poison);
             let wanted = keep.contains(&(i as u64));
             let originals = if wanted { args.clone() } else { Vec::new() };
-            cold.fill(i as u8);
-            black_box(&mut cold);
-            let begin = Instant::now();
-            self.call(&mut prepared, &names, args, outs)?;
-            let ms = begin.elapsed().as_secs_f64() * 1e3;
+            let ms = self.timed(&mut prepared, &names, args, outs, &mut cold, wanted)?;
             if wanted {
                 let first = outs.clone();
                 touched.extend(edited(&names, args, &originals));

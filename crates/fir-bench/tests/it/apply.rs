@@ -1,11 +1,13 @@
 //! Choosing by what was measured. One test: what is enabled is the process's.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use fir_bench::TraceSet;
-use fir_bench::apply::{Choice, Miss, Op, Policy, Table, current, disable_all, enable};
+use fir_bench::apply::{Choice, Deployed, Miss, Op, Policy, Table, current, disable_all, enable};
 use fir_bench::report;
 use fir_bench::schema::{Definition, Solution, Status, Trace};
+use serde_json::json;
 
 use crate::support::{self, python, trace, workload};
 
@@ -82,6 +84,63 @@ fn the_table_chooses_by_size_hardware_tolerance_and_policy() {
     time("on", 2000.0);
     disable_all();
     assert!(current().is_none());
+    the_librarys_operators_ask();
+}
+
+const SEVENS: &str = r#"
+mod fir_bench;
+use fir_bench::Tensor;
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn run(args: *const Tensor, count: usize, _message: *mut u8, _room: usize) -> i32 {
+    // SAFETY: the caller passes `count` tensors.
+    let args = unsafe { std::slice::from_raw_parts(args, count) };
+    let [_x, w, y] = args else { return 1 };
+    // SAFETY: the output is written by nobody else.
+    let (w, y) = unsafe { (w.get::<f32>(), y.get_mut::<f32>()) };
+    y.fill(7.0 * w[0]);
+    0
+}
+"#;
+
+/// A solution in Rust takes the place of the library's kernel, at the size where it was best and nowhere else.
+fn the_librarys_operators_ask() {
+    let name = "rmsnorm_h8";
+    let mut set = TraceSet::new("unwritten");
+    let tensor = |axes: &[&str]| json!({"shape": axes, "dtype": "float32"});
+    let definition = json!({
+        "name": name, "op_type": "rmsnorm", "axes": {"n": {"type": "var"}, "h": {"type": "const", "value": 8}},
+        "inputs": {"hidden_states": tensor(&["n", "h"]), "weight": tensor(&["h"])},
+        "outputs": {"output": tensor(&["n", "h"])}, "reference": "EPS = 1e-5\ndef run(hidden_states, weight):\n    pass\n",
+    });
+    set.add_definition(Definition::from_value(&definition).unwrap()).unwrap();
+    let solution = json!({
+        "name": "sevens", "definition": name, "author": "test",
+        "spec": {"language": "rust", "target_hardware": ["cpu"], "entry_point": "lib.rs::run"},
+        "sources": [{"path": "lib.rs", "content": SEVENS}],
+    });
+    set.add_solution(Solution::from_value(&solution).unwrap()).unwrap();
+    let passed = json!({"definition": name, "solution": "sevens", "workload": {"uuid": "u", "inputs": {}, "axes": {"n": 2}},
+        "evaluation": {"status": "PASSED", "environment": {"hardware": "h"}, "timestamp": "t", "correctness": {},
+            "performance": {"latency_ms": 1.0}}});
+    set.add_trace(Trace::from_value(&passed).unwrap()).unwrap();
+    let exec = fir::Exec::cpu().unwrap().with_override(Arc::new(Deployed::default()));
+    let first = |rows: usize, eps: f32| {
+        let (x, w, mut out) = (vec![1f32; rows * 8], [2f32; 8], vec![0f32; rows * 8]);
+        let x = fir::TensorRef::new(&x, &[rows, 8]).unwrap();
+        let (w, to) = (fir::TensorRef::new(&w, &[8]).unwrap(), fir::TensorMut::new(&mut out, &[rows, 8]).unwrap());
+        fir::norm::rms_norm(&exec, x, w, eps, to).unwrap();
+        (out[0] - 2.0).abs() > 1.0
+    };
+    assert!(!first(2, 1e-5));
+    {
+        let _on = enable(Table::new(&set, &Policy::default()));
+        assert!(first(2, 1e-5), "the solution ran");
+        assert!(first(2, 1e-5), "and runs again");
+        assert!(!first(3, 1e-5), "another size");
+        assert!(!first(2, 1e-6), "another function");
+    }
+    assert!(!first(2, 1e-5));
 }
 
 #[test]

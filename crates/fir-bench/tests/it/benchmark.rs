@@ -1,12 +1,19 @@
 //! The benchmark around its solutions: plans, files, resuming.
 
+use std::sync::Arc;
+
+use fir::attention::{BatchArgs, BatchPlan, Problem, Split};
+use fir::kv::{Kv, KvLayout};
+use fir::variant::Params;
+use fir::{PageTable, PagedKv, Ragged, gemm, norm};
 use fir_bench::TraceSet;
 use fir_bench::array::Array;
 use fir_bench::benchmark::{Event, run};
 use fir_bench::inputs::{Rng, make_inputs};
+use fir_bench::ops::solution_for;
 use fir_bench::profile::{Tool, profile};
 use fir_bench::record::{Dump, Given, Keep, Recorder};
-use fir_bench::schema::{DType, Definition, Scalar, Solution, Status, Trace};
+use fir_bench::schema::{DType, Definition, Solution, Status, Trace};
 use serde_json::json;
 
 use crate::support::{self, python, workload};
@@ -90,24 +97,73 @@ fn calls_are_recorded_by_policy_and_read_back_as_workloads() {
     });
     let d = Definition::from_value(&d).unwrap();
     let indptr = |ends: &[i32]| Array::from_bytes(DType::Int32, &[ends.len()], bytemuck::cast_slice(ends)).unwrap();
-    let recorder = Recorder::new(Dump::Integers, Keep::FirstByLengths(1));
+    let recorder = Recorder::new(TraceSet::new(&root), Dump::Integers, Keep::FirstByLengths(1));
     let record = |ends: &[i32], n: usize| {
-        let (indptr, shape) = (indptr(ends), [n]);
-        recorder.record(&d, &[Given::Shape(&shape), Given::Tensor(&indptr), Given::Scalar(Scalar::Float(0.5))]).unwrap()
+        let (indptr, x) = (indptr(ends), Array::zeros(DType::Float32, &[n]).unwrap());
+        recorder.record(&d, &[Given::Tensor(x.view()), Given::Tensor(indptr.view()), Given::Number(0.5)]).unwrap()
     };
     assert!(record(&[0, 10, 20], 4));
     assert!(!record(&[0, 5, 20], 4), "the same average length");
     assert!(record(&[0, 10, 30], 4));
-    let wrong = recorder.record(&d, &[Given::Scalar(Scalar::Int(1))]).unwrap_err().to_string();
+    let wrong = recorder.record(&d, &[Given::Number(1.0)]).unwrap_err().to_string();
     assert_eq!(wrong, "axes_of: `ragged` has 3 inputs, not 1");
-    let mut set = TraceSet::new(&root);
-    assert_eq!(recorder.flush(&mut set).unwrap(), 2);
-    assert_eq!(recorder.flush(&mut set).unwrap(), 0);
+    assert_eq!(recorder.kept(), 2);
     let again = TraceSet::load(&root).unwrap();
     let workload = again.workloads_of("ragged").next().unwrap();
     let inputs = make_inputs(&root, &d, workload, &mut Rng::new(0, "")).unwrap();
     assert_eq!(inputs[1].array.typed::<i32>(), [0, 10, 20]);
     assert_eq!((inputs[2].array.get(0), inputs[0].random, inputs[1].random), (0.5, true, false));
+}
+
+/// Calls of the library are recorded under definitions made for them, whose references say what the library computed.
+#[test]
+fn a_running_program_is_recorded_and_its_workloads_are_benchmarked() {
+    let root = support::folder("running");
+    let recorder = Arc::new(Recorder::new(TraceSet::new(&root), Dump::Integers, Keep::FirstByAxes(1)));
+    let exec = fir::Exec::cpu().unwrap().with_override(recorder.clone());
+    let zeros = |shape: &[usize]| fir::Tensor::zeros(fir::DType::BF16, shape).unwrap();
+    let (x, w, mut out) = (zeros(&[3, 64]), zeros(&[64]), zeros(&[3, 64]));
+    let matrix = zeros(&[32, 64]);
+    for eps in [1e-6, 1e-5] {
+        for _ in 0..2 {
+            norm::rms_norm(&exec, x.view(), w.view(), eps, out.view_mut()).unwrap();
+        }
+        norm::fused_add_rms_norm(&exec, out.view_mut(), x.clone().view_mut(), w.view(), eps).unwrap();
+    }
+    gemm::gemm(&exec, x.view(), matrix.view(), zeros(&[3, 32]).view_mut()).unwrap();
+    let table = PageTable::with_lens(4, 6, vec![0, 2, 5], vec![3, 1, 0, 5, 2], &[5, 9]).unwrap();
+    let pool = zeros(&[6, 4, 2, 16]);
+    for lens in [[1, 1], [3, 2]] {
+        let qo = Ragged::from_lens(&lens).unwrap();
+        let problem = Problem::new(4, 2, 16, fir::DType::BF16, fir::variant::causal());
+        let plan = BatchPlan::new(&exec, problem, &qo, &[5, 9], Split::Balanced).unwrap();
+        let (q, mut o) = (zeros(&[qo.rows(), 4, 16]), zeros(&[qo.rows(), 4, 16]));
+        let kv = PagedKv::new(pool.view(), pool.view(), KvLayout::Nhd).unwrap();
+        let (params, scratch) = (&Params::new(), &mut plan.scratch());
+        let (kv, out) = (Kv::Paged(kv, &table), o.view_mut());
+        plan.run(&exec, BatchArgs { q: q.view(), kv, params, sm_scale: None, scratch, out, lse: None }).unwrap();
+    }
+    assert_eq!((recorder.kept(), recorder.missed().len()), (7, 0), "{:?}", recorder.missed());
+    let mut set = TraceSet::load(&root).unwrap();
+    let names: Vec<&str> = set.definitions().map(Definition::name).collect();
+    let want = [
+        "fused_add_rmsnorm_h64",
+        "fused_add_rmsnorm_h64_bf16_eps1e-5",
+        "gemm_n32_k64",
+        "gqa_paged_decode_h4_kv2_d16_ps4",
+        "gqa_paged_prefill_causal_h4_kv2_d16_ps4",
+        "rmsnorm_h64",
+        "rmsnorm_h64_bf16_eps1e-5",
+    ];
+    assert_eq!(names, want);
+    let Some(config) = support::quick() else { return };
+    for definition in set.definitions().cloned().collect::<Vec<_>>() {
+        set.add_solution(solution_for(&definition).unwrap().unwrap()).unwrap();
+    }
+    for (name, trace) in support::results(&mut set, &config) {
+        let e = trace.evaluation().unwrap();
+        assert_eq!(e.status(), Status::Passed, "{name}: {:?} {}", e.correctness(), e.log());
+    }
 }
 
 #[test]

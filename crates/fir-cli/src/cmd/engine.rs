@@ -72,6 +72,7 @@ pub(crate) fn load(settings: &Settings) -> Result<Arc<Model>> {
         (Exec::Cpu(cpu), Some(threads)) => Exec::cpu_with(cpu.level(), threads)?,
         (exec, _) => exec,
     };
+    let exec = fir_bench::apply::attach(exec)?;
     Ok(Arc::new(Model::load(&exec, &path).with_context(|| format!("loading {spec}"))?))
 }
 

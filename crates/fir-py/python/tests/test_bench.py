@@ -179,3 +179,47 @@ def test_a_planned_decode_asks_first(tmp_path):
         assert torch.equal(wrapper.run(q, cache), own)
     finally:
         integration.uninstall_flashinfer_integrations()
+
+
+def test_a_mixture_of_experts_asks_first(tmp_path):
+    """Upstream's function by its signature: the package here has none of that name."""
+    flashinfer = pytest.importorskip("fir.flashinfer")
+    flashinfer.install()
+    from fir.bench import integration
+
+    import flashinfer.fused_moe as fused_moe
+
+    def own(routing_logits, routing_bias, hidden_states, hidden_states_scale, gemm1_weights, gemm1_weights_scale,
+            gemm2_weights, gemm2_weights_scale, num_experts, top_k, n_group, topk_group, intermediate_size,
+            local_expert_offset, local_num_experts, routed_scaling_factor, routing_method_type=0, do_finalize=True):
+        return hidden_states
+
+    fused_moe.trtllm_fp8_block_scale_moe = own
+    name, names = "moe_fp8_block_scale_renorm_topk2_e4_h8_i16", {
+        "routing_logits": ("t", "e"), "hidden_states": ("t", "h"), "hidden_states_scale": ("b", "t"), "gemm1_weights": ("e", "j", "h"),
+        "gemm1_weights_scale": ("e", "b", "b"), "gemm2_weights": ("e", "h", "i"), "gemm2_weights_scale": ("e", "b", "b")}
+    sizes = {"e": 4, "h": 8, "i": 16, "j": 32, "b": 1}
+    axes = {"t": AxisVar(), **{n: AxisConst(value=v) for n, v in sizes.items()}}
+    code = f"def run({', '.join(names)}):\n    return hidden_states * 0 + 7\n"
+    made = TraceSet(tmp_path, {name: Definition(
+        name=name, op_type="moe", axes=axes, inputs={n: TensorSpec(shape=list(s), dtype="float32") for n, s in names.items()},
+        outputs={"output": TensorSpec(shape=["t", "h"], dtype="float32")}, reference=code)},
+        {name: [Solution(name="marks", definition=name, author="a", spec=BuildSpec(
+            language="python", target_hardware=["cpu"], entry_point="m.py::run", destination_passing_style=False),
+            sources=[SourceFile(path="m.py", content=code)])]},
+        traces={name: [Trace(definition=name, workload=Workload(axes={"t": 3}, inputs={}), solution="marks",
+                             evaluation=Evaluation(status="PASSED", max_absolute_error=0.0, latency_ms=1.0))]})
+    tensors = {n: torch.randn(*[sizes.get(a, 3) for a in s]) for n, s in names.items()}
+    rest = dict(routing_bias=None, num_experts=4, top_k=2, n_group=None, topk_group=None, intermediate_size=16,
+                local_expert_offset=0, local_num_experts=4, routed_scaling_factor=None)
+    try:
+        assert "flashinfer.fused_moe:trtllm_fp8_block_scale_moe" in integration.install_flashinfer_integrations()
+        call = lambda **more: (fused_moe.trtllm_fp8_block_scale_moe(**tensors, **{**rest, **more}) == 7).all()
+        with bench.enable_apply(made):
+            assert call(routing_method_type=1)
+            assert not call(routing_method_type=1, do_finalize=False) and not call(routing_method_type=3)
+            assert not call(routing_method_type=2) and not call(routing_method_type=1, top_k=1)
+        assert not call(routing_method_type=1)
+    finally:
+        integration.uninstall_flashinfer_integrations()
+        del fused_moe.trtllm_fp8_block_scale_moe

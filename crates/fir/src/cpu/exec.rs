@@ -11,6 +11,7 @@ use super::tuning::Tuning;
 use super::vector::Kernel;
 use crate::env;
 use crate::error::{Error, Result};
+use crate::overrides::Override;
 
 /// A CPU executor: an instruction level and a pool of threads. Cheap to clone; clones share the threads.
 #[derive(Clone, Debug)]
@@ -18,6 +19,7 @@ pub struct Cpu {
     token: Token,
     tuning: Tuning,
     pool: Arc<Pool>,
+    over: Option<Arc<dyn Override>>,
 }
 
 impl Cpu {
@@ -41,12 +43,20 @@ impl Cpu {
         if !(1..=1024).contains(&threads) {
             return Err(Error::value("Cpu::with", "threads", threads, "1 to 1024"));
         }
-        Ok(Self { token, tuning: Tuning::default(), pool: Arc::new(Pool::new(threads)) })
+        Ok(Self { token, tuning: Tuning::default(), pool: Arc::new(Pool::new(threads)), over: None })
     }
 
     /// The same threads with other sizes of blocks.
     pub fn tuned(&self, tuning: Tuning) -> Result<Self> {
         Ok(Self { tuning: tuning.check()?, ..self.clone() })
+    }
+
+    pub(crate) fn with_override(&self, over: Arc<dyn Override>) -> Self {
+        Self { over: Some(over), ..self.clone() }
+    }
+
+    pub(crate) fn over(&self) -> Option<&dyn Override> {
+        self.over.as_deref()
     }
 
     /// Sizes of the kernels' blocks.

@@ -10,6 +10,7 @@ use super::jit::{self, Source};
 use super::nvrtc::Nvrtc;
 use crate::error::{Error, Result};
 use crate::kv::{Indices, OnDevice, PageTable};
+use crate::overrides::Override;
 use crate::tensor::{DType, Layout, Place, Tensor, TensorRef};
 
 /// A CUDA executor: a device and a stream on it. Cheap to clone; clones share both, and the loaded kernels.
@@ -21,6 +22,7 @@ pub struct Gpu {
     device: Arc<Device>,
     lane: Lane,
     staged: bool,
+    over: Option<Arc<dyn Override>>,
 }
 
 struct Device {
@@ -88,13 +90,21 @@ impl Gpu {
 
     fn with(properties: Properties, driver: i32, lane: Lane) -> Self {
         let device = Device { properties, driver, kernels: Mutex::default(), staging: Mutex::default() };
-        Self { device: Arc::new(device), lane, staged: false }
+        Self { device: Arc::new(device), lane, staged: false, over: None }
     }
 
     /// The same device and stream, taking host tensors too: for tests and first steps. What a call reads is copied to the
     /// device before, what it writes is copied back after, and it waits.
     pub fn staged(&self) -> Self {
         Self { staged: true, ..self.clone() }
+    }
+
+    pub(crate) fn with_override(&self, over: Arc<dyn Override>) -> Self {
+        Self { over: Some(over), ..self.clone() }
+    }
+
+    pub(crate) fn over(&self) -> Option<&dyn Override> {
+        self.over.as_deref()
     }
 
     /// The same device on another stream of it.

@@ -155,7 +155,6 @@ impl<'a> PageTable<'a> {
     }
 
     /// All slots; none when the page ids are on a device alone.
-    #[cfg(feature = "cuda")]
     pub(crate) fn indices(&self) -> &[i32] {
         &self.indices
     }

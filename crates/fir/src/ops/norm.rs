@@ -6,7 +6,7 @@ use crate::cpu::{self, norm::Params};
 #[cfg(feature = "cuda")]
 use crate::cuda;
 use crate::error::{Error, Result};
-use crate::exec::Exec;
+use crate::exec::{Call, Exec};
 use crate::tensor::{DType, Dims, TensorMut, TensorRef};
 
 /// Scales each row of `x` to unit root mean square, then by `weight`.
@@ -204,7 +204,7 @@ fn run(
     p: Params<'_>,
     x: TensorRef<'_>,
     residual: Option<TensorMut<'_>>,
-    out: TensorMut<'_>,
+    mut out: TensorMut<'_>,
 ) -> Result<()> {
     let axes = axes_of(x.shape());
     let mut dims = Dims::of(p.op);
@@ -216,21 +216,34 @@ fn run(
     check_columns(&mut dims, &p)?;
     dims.bind("out", &out, axes)?;
     check_eps(p.op, p.eps)?;
+    let done = exec.overridden(|over| {
+        let (inputs, numbers) = (&[("hidden_states", x), ("weight", p.weight)], &[("eps", p.eps)]);
+        let outputs = &mut [("output", out.reborrow())];
+        Ok(p.op == "rms_norm" && over.call(Call { op: "rmsnorm", inputs, numbers, outputs })?)
+    })?;
     match exec {
+        _ if done => Ok(()),
         Exec::Cpu(cpu) => cpu::norm::norm(cpu, p, x, residual, out),
         #[cfg(feature = "cuda")]
         Exec::Cuda(gpu) => cuda::norm::norm(gpu, on_cuda(p), x, residual, out),
     }
 }
 
-fn fused_add(exec: &Exec, p: Params<'_>, x: TensorMut<'_>, residual: TensorMut<'_>) -> Result<()> {
+fn fused_add(exec: &Exec, p: Params<'_>, mut x: TensorMut<'_>, mut residual: TensorMut<'_>) -> Result<()> {
     let axes = axes_of(x.shape());
     let mut dims = Dims::of(p.op);
     dims.bind("x", &x, axes)?.bind("residual", &residual, axes)?;
     check_columns(&mut dims, &p)?;
     check_same(p.op, "residual", residual.dtype(), "x", x.dtype())?;
     check_eps(p.op, p.eps)?;
+    let done = exec.overridden(|over| {
+        let (inputs, numbers) = (&[("weight", p.weight)], &[("eps", p.eps)]);
+        let outputs = &mut [("hidden_states", x.reborrow()), ("residual", residual.reborrow())];
+        let call = Call { op: "fused_add_rmsnorm", inputs, numbers, outputs };
+        Ok(p.op == "fused_add_rms_norm" && over.call(call)?)
+    })?;
     match exec {
+        _ if done => Ok(()),
         Exec::Cpu(cpu) => cpu::norm::fused_add(cpu, p, x, residual),
         #[cfg(feature = "cuda")]
         Exec::Cuda(gpu) => cuda::norm::fused_add(gpu, on_cuda(p), x, residual),

@@ -326,8 +326,7 @@ impl<'a> TensorRef<'a> {
     }
 
     /// The memory from the first element on, if it is this process's; `op` and `arg` are for the message.
-    #[cfg_attr(not(any(test, feature = "cuda")), expect(dead_code, reason = "kernels of the CPU read typed views"))]
-    pub(crate) fn host_bytes(self, op: &'static str, arg: &'static str) -> Result<&'a [u8]> {
+    pub fn host_bytes(self, op: &'static str, arg: &'static str) -> Result<&'a [u8]> {
         self.memory.host(op, arg)
     }
 
@@ -469,7 +468,7 @@ impl<'a> TensorMut<'a> {
     }
 
     /// The memory from the first element on, if it is this process's; `op` and `arg` are for the message.
-    pub(crate) fn into_host_bytes(self, op: &'static str, arg: &'static str) -> Result<&'a mut [u8]> {
+    pub fn into_host_bytes(self, op: &'static str, arg: &'static str) -> Result<&'a mut [u8]> {
         self.memory.host(op, arg)
     }
 

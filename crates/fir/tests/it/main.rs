@@ -20,6 +20,7 @@ mod layers;
 mod matrix;
 mod moe;
 mod norm;
+mod overrides;
 mod page;
 mod quantize;
 mod rope;

@@ -1,6 +1,6 @@
 """Calls of ``flashinfer`` that ask ``apply`` first; what does not fit goes to the function that was there.
 
-Functions and wrappers of norm, RoPE, sampling, decode, prefill and MLA, and ``torch.nn.functional.linear``. A call fits if it
+Functions and wrappers of norm, RoPE, sampling, MoE in fp8 blocks, decode, prefill and MLA, and ``torch.nn.functional.linear``. A call fits if it
 uses nothing beyond what its definition has, and the table has a solution for its size.
 """
 
@@ -108,6 +108,27 @@ def _rows(given, result):
     return result.reshape(*given["input"].shape[:-1], -1)
 
 
+def _moe(given):
+    """Routings 1 (the best ``top_k``, renormalized) and 2 (DeepSeek's); weights must lie as they were trained."""
+    usual = {"do_finalize": True, "use_shuffled_weight": False, "weight_layout": 0, "norm_topk_prob": True,
+             **dict.fromkeys(("output", "activation_type", "fp8_quantization_type", "routing_replay_out"))}
+    if any(given.get(name, value) != value for name, value in usual.items()):
+        return None
+    w, method = given["gemm1_weights"], int(given.get("routing_method_type", 0))
+    size = f"e{w.shape[0]}_h{w.shape[2]}_i{w.shape[1] // 2}"
+    groups, fields = (given.get("n_group"), given.get("topk_group")), (
+        "routing_logits", "hidden_states", "hidden_states_scale", "gemm1_weights", "gemm1_weights_scale", "gemm2_weights",
+        "gemm2_weights_scale")
+    values = {name: given[name] for name in fields}
+    if method == 1 and not any(groups) and given["num_experts"] == w.shape[0]:
+        return f"moe_fp8_block_scale_renorm_topk{given['top_k']}_{size}", values
+    if method == 2 and "routing_bias" in given and all(groups):
+        more = {"routing_bias": given["routing_bias"], "local_expert_offset": given.get("local_expert_offset", 0),
+                "routed_scaling_factor": given.get("routed_scaling_factor", 1.0)}
+        return f"moe_fp8_block_scale_ds_routing_topk{given['top_k']}_ng{groups[0]}_kg{groups[1]}_{size}", {**values, **more}
+    return None
+
+
 def _plan(original):
     signature = inspect.signature(original)
 
@@ -208,6 +229,7 @@ _ADAPTERS = {
     "flashinfer.sampling:top_p_sampling_from_probs": _function(_sampling("top_p"), _like_samples),
     "flashinfer.sampling:top_k_top_p_sampling_from_probs": _function(_sampling("top_k_top_p"), _like_samples),
     "flashinfer.rope:apply_rope_with_cos_sin_cache": _function(_rope, _flat),
+    "flashinfer.fused_moe:trtllm_fp8_block_scale_moe": _function(_moe),
     "torch.nn.functional:linear": _function(_linear, _rows),
     "flashinfer.decode:BatchDecodeWithPagedKVCacheWrapper.plan": _plan,
     "flashinfer.decode:BatchDecodeWithPagedKVCacheWrapper.run": _run(_decode),

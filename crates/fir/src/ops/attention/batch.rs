@@ -1,5 +1,6 @@
 //! [`BatchPlan`]: prefill, decode and append in one plan; what the other plans are made of.
 
+use super::asked;
 use crate::cpu::attention::{self as kernel, Index, Launch, Operand, Out, Shape, Sink};
 use crate::cpu::pool::{RowsMut, RowsOnce};
 #[cfg(feature = "cuda")]
@@ -127,6 +128,8 @@ pub struct BatchPlan {
     backend: Backend,
     program: RowProgram,
     kv_lens: Vec<u32>,
+    /// Offsets of the requests' query tokens.
+    qo: Vec<i32>,
     tokens: Vec<Token>,
     kv_base: Option<Vec<i32>>,
     /// Query tiles; those of a GPU's kernel for long ones apart.
@@ -257,6 +260,7 @@ impl BatchPlan {
             workers: exec.workers(),
             backend,
             kv_lens: Vec::with_capacity(requests),
+            qo: Vec::with_capacity(requests + 1),
             tokens: Vec::with_capacity(requests),
             kv_base: None,
             entries: Vec::with_capacity(requests),
@@ -293,6 +297,8 @@ impl BatchPlan {
     fn fill(&mut self, qo: &Ragged, kv_lens: &[u32]) -> Result<()> {
         self.kv_lens.clear();
         self.kv_lens.extend_from_slice(kv_lens);
+        self.qo.clear();
+        self.qo.extend_from_slice(qo.indptr());
         self.entries.clear();
         self.long.clear();
         let group = self.problem.group();
@@ -445,13 +451,37 @@ impl BatchPlan {
     /// Runs one layer. Takes `&self`: a plan has no state that a run changes.
     pub fn run(&self, exec: &Exec, args: BatchArgs<'_>) -> Result<()> {
         const OP: &str = "BatchPlan::run";
-        let BatchArgs { q, kv, params, sm_scale, scratch, out, lse } = args;
+        let BatchArgs { q, kv, params, sm_scale, scratch, mut out, mut lse } = args;
         let p = &self.problem;
         check_output(OP, self.tokens.len(), p.qo_heads, p.head_dim_vo, p.out_dtype, &out, lse.as_ref())?;
         if lse.is_some() {
             self.refuse_lse(OP)?;
         }
+        let done = exec.overridden(|over| {
+            self.check_args(OP, &q, &kv, sm_scale)?;
+            let pool = kv.pool();
+            let plain = pool.block_scales.is_none() && (pool.k_scale, pool.v_scale) == (1.0, 1.0);
+            if !plain || !asked::is_usual(&p.variant, &self.qo) {
+                return Ok(false);
+            }
+            let (scale, to) =
+                (sm_scale.unwrap_or(p.default_scale()), (out.reborrow(), lse.as_mut().map(|l| l.reborrow())));
+            match &kv {
+                Kv::Paged(_, table) => {
+                    let tensors = [("q", q), ("k_cache", pool.k), ("v_cache", pool.v)];
+                    let ops = ["gqa_paged_decode", "gqa_paged_prefill_causal"];
+                    asked::ask(over, ops, &tensors, (&self.qo, asked::Index::Paged(table)), scale, to)
+                }
+                Kv::Ragged(ragged) => {
+                    // Rows that lie one after another are a pool of one page.
+                    let tensors = [("q", q), ("k", pool.k.select(0, 0)?), ("v", pool.v.select(0, 0)?)];
+                    let index = asked::Index::Ragged(ragged.indptr());
+                    asked::ask(over, ["gqa_ragged_prefill_causal"; 2], &tensors, (&self.qo, index), scale, to)
+                }
+            }
+        })?;
         match exec {
+            _ if done => Ok(()),
             Exec::Cpu(_) => {
                 let sink = output_sink(OP, p.out_dtype, out, lse)?;
                 self.run_to(OP, exec, q, kv, params, sm_scale, scratch, &sink)

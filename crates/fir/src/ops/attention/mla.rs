@@ -7,6 +7,7 @@
 //! o[i, h] = Σ_j softmax_j(score) ckv[j]
 //! ```
 
+use super::asked;
 use super::batch::{
     Backend, check_batch, check_output, check_q, check_scale, check_split, check_table, output_sink, same_lens,
     split_scale,
@@ -48,6 +49,8 @@ pub struct MlaPlan {
     workers: usize,
     backend: Backend,
     kv_lens: Vec<u32>,
+    /// Offsets of the requests' query tokens.
+    qo: Vec<i32>,
     tokens: Vec<Token>,
     schedule: Schedule,
     variant: Variant,
@@ -138,7 +141,17 @@ impl MlaPlan {
                 plan.fill(gpu_kernel::Batch { entries, long, tokens: &tokens, kv_lens, kv_base: None })?;
             }
         }
-        Ok(Self { problem, workers, backend, kv_lens: kv_lens.to_vec(), tokens, schedule, variant, program })
+        Ok(Self {
+            problem,
+            workers,
+            backend,
+            kv_lens: kv_lens.to_vec(),
+            qo: qo.indptr().to_vec(),
+            tokens,
+            schedule,
+            variant,
+            program,
+        })
     }
 
     /// Which worker does what.
@@ -171,7 +184,7 @@ impl MlaPlan {
     /// Runs one layer.
     pub fn run(&self, exec: &Exec, args: MlaArgs<'_>) -> Result<()> {
         const OP: &str = "MlaPlan::run";
-        let MlaArgs { q_nope, q_pe, kv, table, sm_scale, scratch, out, lse } = args;
+        let MlaArgs { q_nope, q_pe, kv, table, sm_scale, scratch, mut out, mut lse } = args;
         let (p, n) = (&self.problem, self.tokens.len());
         check_q(OP, "q_nope", &q_nope, n, p.heads, p.head_dim_ckv, p.q_dtype)?;
         check_q(OP, "q_pe", &q_pe, n, p.heads, p.head_dim_kpe, p.q_dtype)?;
@@ -190,7 +203,7 @@ impl MlaPlan {
         }
         check_table(OP, table, kv.ckv.shape()[0], kv.ckv.shape()[1])?;
         same_lens(OP, table.lens(), &self.kv_lens)?;
-        let scale = check_scale(OP, sm_scale, kv.ckv_scale)?;
+        let (given, scale) = (sm_scale, check_scale(OP, sm_scale, kv.ckv_scale)?);
         let (sm_scale, q_factor) = split_scale(scale);
         let ratio = kv.kpe_scale / kv.ckv_scale;
         let kpe_factor = q_factor * ratio;
@@ -203,6 +216,16 @@ impl MlaPlan {
             ));
         }
         check_output(OP, n, p.heads, p.head_dim_ckv, p.out_dtype, &out, lse.as_ref())?;
+        let done = exec.overridden(|over| {
+            let plain = (kv.ckv_scale, kv.kpe_scale) == (1.0, 1.0) && asked::is_usual(&self.variant, &self.qo);
+            let tensors = [("q_nope", q_nope), ("q_pe", q_pe), ("ckv_cache", kv.ckv), ("kpe_cache", kv.kpe)];
+            let (ops, index) = (["mla_paged_decode", "mla_paged_prefill_causal"], asked::Index::Paged(table));
+            let to = (out.reborrow(), lse.as_mut().map(|l| l.reborrow()));
+            Ok(plain && asked::ask(over, ops, &tensors, (&self.qo, index), given, to)?)
+        })?;
+        if done {
+            return Ok(());
+        }
         let bound = self.variant.bind(&Params::new(), p.heads, self.kv_lens.len())?;
         let shape = match (&self.backend, exec) {
             (Backend::Cpu(shape), Exec::Cpu(_)) => *shape,

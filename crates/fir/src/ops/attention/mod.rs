@@ -25,6 +25,7 @@
 //! The cached tokens include the query tokens: query `i` stands at position `kv_len - q_len + i`. A row that sees
 //! nothing gives `o = 0`, `lse = -inf`.
 
+mod asked;
 mod batch;
 mod cascade;
 mod decode;
