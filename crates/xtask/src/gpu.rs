@@ -14,17 +14,19 @@ const BUNDLE: &str = "target/gpu-bundle";
 /// Most bytes of the bundle.
 const BUNDLE_BYTES: u64 = 60 << 20;
 
-/// The JIT lane, with NVRTC from PyPI in a virtual environment of its own.
+/// The folder of NVRTC, from PyPI in a virtual environment of its own.
+pub(crate) fn install() -> Result<PathBuf> {
+    if let Some(folder) = nvrtc() {
+        return Ok(folder);
+    }
+    program("python3", &format!("-m venv {VENV}")).run()?;
+    program(&format!("{VENV}/bin/python"), &format!("-m pip install --quiet --no-deps {PACKAGE}")).run()?;
+    nvrtc().with_context(|| format!("{PACKAGE} has no lib folder under {VENV}"))
+}
+
+/// The JIT lane. What CI leaves out, `FIR_TEST_EVERY_KERNEL` brings.
 pub(crate) fn jit() -> Result<Step> {
-    let folder = match nvrtc() {
-        Some(folder) => folder,
-        None => {
-            program("python3", &format!("-m venv {VENV}")).run()?;
-            program(&format!("{VENV}/bin/python"), &format!("-m pip install --quiet --no-deps {PACKAGE}")).run()?;
-            nvrtc().with_context(|| format!("{PACKAGE} has no lib folder under {VENV}"))?
-        }
-    };
-    let folder = fs::canonicalize(folder)?;
+    let folder = fs::canonicalize(install()?)?;
     // Apart from the user's cache: a lane must not find what another version of it left.
     let cache = std::env::current_dir()?.join("target/jit-cache");
     Ok(cargo("test --workspace --all-features --test it jit:: -- --nocapture")

@@ -124,7 +124,7 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Models { large } => models::run(large),
         Command::Miri => nightly::miri(),
         Command::Asan => nightly::asan(),
-        Command::Jit => gpu::jit()?.run(),
+        Command::Jit => gpu::jit()?.env("FIR_TEST_EVERY_KERNEL", "1").run(),
         Command::GpuBundle => gpu::bundle(),
         Command::Python { quick: true, .. } => python::test(),
         Command::Python { bundle: true, .. } => python::bundle(),

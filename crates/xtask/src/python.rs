@@ -9,7 +9,10 @@ use crate::bench_cpu::{TORCH_ENV, torch};
 use crate::step::{cargo, program};
 
 const PIP: &str = "-m pip install -q --disable-pip-version-check";
-const TESTS: &str = "-m pytest -q -p no:cacheprovider crates/fir-py/python/tests";
+/// On two processes: half of the time is starting operators one by one.
+const TESTS: &str = "-m pytest -q -n 2 -p no:cacheprovider crates/fir-py/python/tests";
+
+const PYTEST: &str = "pytest pytest-xdist";
 
 const WHEELS: &str = "target/wheels";
 const BUNDLE: &str = "target/python-bundle";
@@ -18,7 +21,7 @@ const WHEEL_BYTES: u64 = 20 << 20;
 
 /// Builds the wheel with an environment's maturin; its file.
 fn build(python: &str) -> Result<PathBuf> {
-    program(python, &format!("{PIP} maturin pytest")).quiet()?;
+    program(python, &format!("{PIP} maturin {PYTEST}")).quiet()?;
     if Path::new(WHEELS).exists() {
         fs::remove_dir_all(WHEELS)?;
     }
@@ -77,7 +80,7 @@ cat \"$out\"/test_*.log > \"$out/all.txt\"
 /// Runs pytest on the package with the extension of the test profile: a wheel's release build would compile the library once more.
 pub(crate) fn test() -> Result<()> {
     let python = torch()?;
-    program(&python, &format!("{PIP} pytest")).quiet()?;
+    program(&python, &format!("{PIP} {PYTEST}")).quiet()?;
     cargo("build --quiet --profile test --workspace --all-features --lib").run()?;
     let (target, from, to) = (crate::test::target(), "crates/fir-py/python/fir", "target/python/fir");
     if Path::new(to).exists() {

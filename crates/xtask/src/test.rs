@@ -1,5 +1,6 @@
 //! `cargo xtask test`: the whole CI. Each step is announced; the first failure ends it.
 
+use std::thread::JoinHandle;
 use std::time::Instant;
 
 use anyhow::{Result, bail};
@@ -26,8 +27,8 @@ enum Action {
     Server,
     Deny,
     Python,
-    /// A Python with torch, which the benchmark's tests run references in.
-    Torch,
+    /// Python environments with torch, which the benchmark's tests run references in, and NVRTC.
+    Environments,
 }
 
 /// The steps, cheapest and most often broken first.
@@ -35,7 +36,7 @@ enum Action {
 /// Kernels, benches, examples and programs are built for the whole workspace in the test profile, as the tests are: with other packages or
 /// another profile the library would be compiled again, for minutes.
 fn steps() -> Result<Vec<(String, Action)>> {
-    use Action::{Count, Deny, Jit, Python, Run, Server, Torch};
+    use Action::{Count, Deny, Environments, Jit, Python, Run, Server};
     let docs = cargo("doc --quiet --workspace --no-deps --all-features").env("RUSTDOCFLAGS", "-D warnings");
     let [(isa, limit)] = TORCH_ENV;
     let mut steps = vec![
@@ -44,7 +45,7 @@ fn steps() -> Result<Vec<(String, Action)>> {
         ("no features", Run(cargo("clippy -p fir-infer --no-default-features -- -D warnings"))),
         ("default features", Run(cargo("clippy -p fir-infer -- -D warnings"))),
         ("docs", Run(docs)),
-        ("torch", Torch),
+        ("environments", Environments),
         ("tests", Count(cargo("test --workspace --all-features --no-fail-fast").env(isa, limit))),
         ("kernels", Jit),
         ("benches, checked but not timed", Run(cargo("test --quiet --workspace --all-features --benches"))),
@@ -69,6 +70,8 @@ pub(crate) fn target() -> String {
 pub(crate) fn run() -> Result<()> {
     let (begin, mut tally) = (Instant::now(), Tally::default());
     let steps = steps()?;
+    // Downloads, beside the compiler.
+    let mut environments = Some(std::thread::spawn(|| torch().and_then(|_| gpu::install()).map(drop)));
     let count = steps.len();
     for (i, (name, action)) in steps.into_iter().enumerate() {
         println!("\n== {}/{count} {name}", i + 1);
@@ -80,7 +83,10 @@ pub(crate) fn run() -> Result<()> {
             Action::Server => server::run(false),
             Action::Deny => deny::run(false),
             Action::Python => python::test(),
-            Action::Torch => torch().map(drop),
+            Action::Environments => match environments.take().map(JoinHandle::join) {
+                Some(Ok(result)) => result,
+                _ => bail!("the thread that makes environments panicked"),
+            },
         };
         println!("== {} after {:.1} s", if result.is_ok() { "ok" } else { "FAILED" }, start.elapsed().as_secs_f64());
         if let Err(e) = result {

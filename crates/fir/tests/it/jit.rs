@@ -1,7 +1,7 @@
 //! The JIT lane: every kernel that dispatch may choose compiles, within its budget, with no GPU; and the cache of compiled
 //! kernels keeps its promises.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::process::Command;
 use std::sync::Mutex;
@@ -103,7 +103,16 @@ fn every_kernel_compiles_for_sm_90a_within_its_budget() {
     if !has_compiler() {
         return;
     }
-    let jobs: Vec<_> = jit::kernels().into_iter().map(|k| (k, Arch::HOPPER)).collect();
+    let mut kernels = jit::kernels();
+    let all = kernels.len();
+    if std::env::var("FIR_TEST_EVERY_KERNEL").is_err() {
+        let names: BTreeSet<_> = kernels.iter().map(|k| k.name().to_owned()).collect();
+        // `f16` but not `bf16`: the same code but for the conversions.
+        let twin = |name: &str| name.replace("fir::f16", "fir::bf16").replace("fir::F16", "fir::Bf16");
+        kernels.retain(|k| twin(k.name()) == k.name() || !names.contains(&twin(k.name())));
+    }
+    let left = all - kernels.len();
+    let jobs: Vec<_> = kernels.into_iter().map(|k| (k, Arch::HOPPER)).collect();
     let (mut faults, mut most) = (Vec::new(), BTreeMap::new());
     for (source, _, result) in compile_all(&jobs) {
         let usage = match result {
@@ -121,6 +130,7 @@ fn every_kernel_compiles_for_sm_90a_within_its_budget() {
         *max = (usage.registers.max(max.0), usage.spilled.max(max.1));
     }
     println!("{} kernels; most registers and bytes spilled: {most:?}", jobs.len());
+    println!("{left} that are others with f16 for bf16 are left to FIR_TEST_EVERY_KERNEL=1 (`cargo xtask jit`)");
     assert!(faults.is_empty(), "{}", faults.join("\n"));
 }
 
