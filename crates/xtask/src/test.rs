@@ -47,6 +47,8 @@ fn steps() -> Result<Vec<(String, Action)>> {
         ("docs", Run(docs)),
         ("environments", Environments),
         ("tests", Count(cargo("test --workspace --all-features --no-fail-fast").env(isa, limit))),
+        // Without optimisation: 64 s of a core where the test profile takes 240.
+        ("unit tests of the library", Count(cargo("test -p fir-infer --lib --all-features --profile unit"))),
         ("kernels", Jit),
         ("benches, checked but not timed", Run(cargo("test --quiet --workspace --all-features --benches"))),
         ("programs", Run(cargo("build --quiet --profile test --workspace --all-features --bins --examples"))),
