@@ -322,9 +322,8 @@ impl Foreign {
                         "an end inside the address space",
                     )
                 })?;
-            // SAFETY: the caller says that the elements lie from `data + byte_offset` on, in one allocation, and the
-            // sum neither exceeds `isize` nor wraps.
-            let start = unsafe { data.add(offset) };
+            // Not `add`: a device's addresses are in no allocation of this process. The sum does not wrap, as seen above.
+            let start = NonNull::new(data.as_ptr().wrapping_add(offset)).unwrap_or(data);
             if !start.addr().get().is_multiple_of(dtype.size()) {
                 return Err(Error::layout(
                     OP,
