@@ -25,7 +25,8 @@ const CASES: [(&str, f64); 7] = [
 /// Of our own quiet speed, what should be left beside a busy neighbour.
 const BESIDE: f64 = 0.4;
 
-pub(crate) fn run(python: &str, model: Option<&str>, threads: usize, rounds: usize) -> Result<()> {
+pub(crate) fn run(python: &str, model: Option<&str>, threads: usize, rounds: usize, filter: &str) -> Result<()> {
+    let cases: Vec<_> = CASES.into_iter().filter(|(case, _)| case.contains(filter)).collect();
     let fetched;
     let model = match model {
         Some(path) => path,
@@ -47,24 +48,24 @@ pub(crate) fn run(python: &str, model: Option<&str>, threads: usize, rounds: usi
     theirs.args(["crates/fir-engine/benches/llama.py", "speed", model, &threads.to_string()]);
     let (mut ours, mut theirs) = (Side::start(ours)?, Side::start(theirs)?);
     println!("{model}, {threads} threads, {rounds} rounds\n");
-    let quiet = table("alone", &mut ours, &mut theirs, rounds)?;
+    let quiet = table("alone", &cases, &mut ours, &mut theirs, rounds)?;
     let neighbours = Neighbours::start(python, threads)?;
-    let busy = table("beside busy neighbours", &mut ours, &mut theirs, rounds)?;
+    let busy = table("beside busy neighbours", &cases, &mut ours, &mut theirs, rounds)?;
     drop(neighbours);
     println!("beside neighbours, of our own quiet speed (wanted: {:.0} %):", 100.0 * BESIDE);
-    for ((case, _), (quiet, busy)) in CASES.iter().zip(quiet.iter().zip(&busy)) {
+    for ((case, _), (quiet, busy)) in cases.iter().zip(quiet.iter().zip(&busy)) {
         println!("  {case:<10} {:.0} %", 100.0 * busy / quiet);
     }
     Ok(())
 }
 
 /// Prints a table; our median of each case.
-fn table(name: &str, ours: &mut Side, theirs: &mut Side, rounds: usize) -> Result<Vec<f64>> {
+fn table(name: &str, cases: &[(&str, f64)], ours: &mut Side, theirs: &mut Side, rounds: usize) -> Result<Vec<f64>> {
     println!(
         "| {name} | fir, tokens/s: median (best) | llama.cpp: median (best) | times | wanted |\n|---|---|---|---|---|"
     );
     let mut medians = Vec::new();
-    for (case, target) in CASES {
+    for &(case, target) in cases {
         ours.ask(case)?;
         theirs.ask(case)?;
         let (mut own, mut other) = (Vec::new(), Vec::new());
