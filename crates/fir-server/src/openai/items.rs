@@ -213,6 +213,7 @@ impl Encode for Items {
                     self.event(out, kind, json!({"response": response}));
                 }
             }
+            Step::Update(Update::Prompt { .. }) => {}
             Step::Update(Update::Token { pieces, .. }) => self.pieces(pieces, out),
             Step::Update(Update::End { pieces, length, .. }) => {
                 self.pieces(pieces, out);

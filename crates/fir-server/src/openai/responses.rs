@@ -11,11 +11,11 @@ use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use super::chat::ToolMode;
-use super::conversation::{Conversation, Function, ToolChoice, blocking, served};
 use super::items::{Head, Items};
 use super::messages::Content;
 use crate::asked::Asked;
 use crate::config::Limits;
+use crate::conversation::{Conversation, Function, ToolChoice, blocking, served, set_effort};
 use crate::error::{ApiError, Result};
 use crate::generation::Update;
 use crate::params::{Common, fields, part, schema_text};
@@ -167,6 +167,7 @@ pub(crate) async fn handle(Shared(state): Shared<Arc<State>>, asked: Asked) -> R
     while let Some(update) = generation.next().await {
         unused.clear();
         let length = match update? {
+            Update::Prompt { .. } => continue,
             Update::Token { pieces, .. } => {
                 items.pieces(pieces, &mut unused);
                 continue;
@@ -210,7 +211,7 @@ impl ResponseRequest {
         };
         let mut extra = Map::new();
         if let Some(effort) = self.reasoning.and_then(|r| r.effort) {
-            extra.insert("reasoning_effort".into(), Value::String(effort));
+            set_effort(&mut extra, effort);
         }
         let mut messages = Vec::new();
         if let Some(text) = self.instructions {
