@@ -17,11 +17,11 @@ impl StopText {
     /// Adds `text`; returns what is certain, and which stop text ended it.
     ///
     /// The stop text that ends first counts; of those that end together, the one that starts first.
-    pub(crate) fn push(&mut self, text: &str) -> (String, Option<usize>) {
+    pub(crate) fn push(&mut self, text: String) -> (String, Option<usize>) {
         if self.stops.is_empty() {
-            return (text.into(), None);
+            return (text, None);
         }
-        self.held.push_str(text);
+        self.held.push_str(&text);
         let found = |(i, s): (usize, &String)| self.held.find(s.as_str()).map(|at| (at + s.len(), at, i));
         if let Some((end, at, which)) = self.stops.iter().enumerate().filter_map(found).min() {
             self.held.truncate(if self.kept { end } else { at });
@@ -47,16 +47,16 @@ mod tests {
     #[test]
     fn a_start_of_a_stop_text_is_held_back_and_given_when_it_is_none() {
         let mut stop = StopText::new(vec!["END".into(), "\n\n".into()], false);
-        assert_eq!(stop.push("one E"), ("one ".into(), None));
-        assert_eq!(stop.push("N"), (String::new(), None));
-        assert_eq!(stop.push("d\n"), ("ENd".into(), None));
-        assert_eq!(stop.push("\nmore"), (String::new(), Some(1)));
+        assert_eq!(stop.push("one E".into()), ("one ".into(), None));
+        assert_eq!(stop.push("N".into()), (String::new(), None));
+        assert_eq!(stop.push("d\n".into()), ("ENd".into(), None));
+        assert_eq!(stop.push("\nmore".into()), (String::new(), Some(1)));
         let mut stop = StopText::new(vec!["éa".into()], false);
-        assert_eq!(stop.push("xé"), ("x".into(), None));
+        assert_eq!(stop.push("xé".into()), ("x".into(), None));
         assert_eq!(stop.finish(), "é");
         let mut stop = StopText::new(vec!["END".into()], true);
-        assert_eq!(stop.push("the E"), ("the ".into(), None));
-        assert_eq!(stop.push("ND."), ("END".into(), Some(0)));
+        assert_eq!(stop.push("the E".into()), ("the ".into(), None));
+        assert_eq!(stop.push("ND.".into()), ("END".into(), Some(0)));
     }
 
     proptest! {
@@ -74,7 +74,7 @@ mod tests {
             let mut stop = StopText::new(stops.clone(), false);
             let (mut got, mut stopped) = (String::new(), false);
             for piece in pieces {
-                let (text, end) = stop.push(piece);
+                let (text, end) = stop.push(piece.into());
                 got += &text;
                 // Nothing is shown that is part of a stop text to come.
                 prop_assert!(!stops.iter().any(|s| got.contains(s.as_str())));

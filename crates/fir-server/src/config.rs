@@ -45,9 +45,9 @@ pub struct Limits {
     pub prompt: usize,
     /// Answers to one prompt, and prompts of one request.
     pub n: usize,
-    /// Stop texts, and words that must not come.
+    /// Stop texts.
     pub stop: usize,
-    /// Bytes of a stop text.
+    /// Bytes of a stop text, and of a word that must not come.
     pub stop_bytes: usize,
     /// Entries of a logit bias, and of other lists of tokens.
     pub logit_bias: usize,

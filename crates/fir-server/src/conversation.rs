@@ -196,7 +196,7 @@ pub(crate) fn engine_request(
 ) -> Result<Request> {
     let backend = state.backend()?.as_ref();
     let model = backend.model();
-    let attention = common.attention();
+    let attention = common.attention()?;
     // What streams forgets its middle, so that a text of any length fits.
     let streams = matches!(attention, Attention::Streaming { .. });
     let context = if streams { usize::MAX } else { model.context };

@@ -104,7 +104,10 @@ fn document() -> Value {
         ],
         &messages::FIELDS,
     );
-    let counted = merged(vec![schema::<messages::MessagesRequest>(types)], &messages::COUNTED);
+    let counted = merged(
+        vec![schema::<messages::MessagesRequest>(types), schema::<messages::Ignored>(types)],
+        &messages::COUNTED,
+    );
     let message = json!({
         "type": "object",
         "required": ["id", "type", "role", "model", "content", "stop_reason", "stop_sequence", "usage"],

@@ -280,14 +280,17 @@ impl Common {
     }
 
     /// What tokens attend to.
-    pub(crate) fn attention(&self) -> Attention {
-        match self.attention {
+    pub(crate) fn attention(&self) -> Result<Attention> {
+        Ok(match self.attention {
             None => Attention::Full,
-            Some(AttentionField::Streaming { sinks, window }) => Attention::Streaming { sinks, window },
+            Some(AttentionField::Streaming { sinks, window }) => {
+                Attention::Streaming { sinks, window: within("attention.window", window, 1, usize::MAX)? }
+            }
             Some(AttentionField::Sparse { block, sinks, local, stride }) => {
+                let block = within("attention.block", block, 1, usize::MAX)?;
                 Attention::Sparse(Sparse { block, sinks, local, stride })
             }
-        }
+        })
     }
 
     /// The tokens of words that must not come, at the start of a text and after a space.

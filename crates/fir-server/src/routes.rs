@@ -35,7 +35,7 @@ pub(crate) fn router(state: Arc<State>) -> Router {
         .route("/detokenize", post(plain::detokenize))
         .route("/health", get(health))
         .route("/ready", get(health))
-        .route("/ping", get(health).post(health))
+        .route("/ping", get(health))
         .route("/load", get(load))
         .route("/reset_prefix_cache", post(reset_prefix_cache))
         .route("/metrics", get(metrics))

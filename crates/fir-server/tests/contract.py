@@ -254,7 +254,8 @@ def test_responses():
 
 
 def test_anthropic_s_client():
-    ask = dict(model=MODEL, max_tokens=24, temperature=0, messages=HI)
+    # Which has no word for it; the server has.
+    ask = dict(model=MODEL, max_tokens=24, messages=HI, extra_body={"temperature": 0})
     message = claude.messages.create(**ask)
     assert message.role == "assistant" and message.content[0].type == "text" and message.content[0].text
     assert message.stop_reason in ("end_turn", "max_tokens") and message.usage.output_tokens > 0
@@ -272,6 +273,9 @@ def test_anthropic_s_client():
     past = [*ask["messages"], {"role": "assistant", "content": called.content}, {"role": "user", "content": [told]}]
     final = claude.messages.create(**dict(ask, messages=past), tool_choice={"type": "none"})
     assert final.content[0].text
+    shape = {"type": "json_schema", "schema": {**Place.model_json_schema(), "additionalProperties": False}}
+    written = claude.messages.create(**dict(ask, tools=[], messages=[{"role": "user", "content": "It is 7 degrees in Oslo."}]), output_config={"format": shape})
+    assert isinstance(Place.model_validate_json(written.content[0].text), Place)
     with pytest.raises(anthropic.NotFoundError):
         claude.messages.create(**dict(ask, model="another"))
     with pytest.raises(anthropic.BadRequestError) as e:

@@ -115,7 +115,7 @@ impl Engine {
             }
         };
         let text = self.backend.text(&mut choice.text, id);
-        let (text, stopped) = if generated < choice.min_tokens { (text, None) } else { choice.stop.push(&text) };
+        let (text, stopped) = if generated < choice.min_tokens { (text, None) } else { choice.stop.push(text) };
         let logprobs = self.sampler.logprobs(row, choice.logprobs);
         let event = Event::Token { choice: choice.index, id, text, logprobs };
         let request = choice.request;

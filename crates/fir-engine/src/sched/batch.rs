@@ -123,7 +123,14 @@ impl Scheduler {
     /// they are drawn one by one: guesses and what is computed again then have the very bits of the first time. (A
     /// layer stores the KV of all its tokens before it attends, so that each sees those before.)
     pub(crate) fn batch<'a>(&'a self, step: &Step) -> Built<'a> {
-        let mut built = Built { tokens: Vec::with_capacity(step.load.tokens), ..Built::default() };
+        // A sequence for each prompt, and for each token of an answer, which has a row of logits.
+        let rows = step.load.rows;
+        let mut built = Built {
+            tokens: Vec::with_capacity(step.load.tokens),
+            seqs: Vec::with_capacity(rows + step.works.len()),
+            logits: Vec::with_capacity(rows),
+            shared: Vec::with_capacity(step.shared.len()),
+        };
         let mut starts = Vec::with_capacity(step.works.len() + 1);
         for work in &step.works {
             starts.push(built.seqs.len());

@@ -344,7 +344,7 @@ impl Scheduler {
     /// Chooses what the next step runs. Nothing runs if it is empty.
     pub(crate) fn schedule(&mut self, backend: &mut Backend) -> Result<Step> {
         self.forget_lost();
-        let mut works = Vec::new();
+        let mut works = Vec::with_capacity(self.limits.max_seqs);
         let mut load = Load::default();
         let mut order = self.running.clone();
         order.sort_unstable_by_key(|&id| self.seq(id).place);

@@ -6,16 +6,18 @@ use axum::Json;
 use axum::extract::State as Shared;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
+use fir_engine::Grammar;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use super::blocks::{Blocks, Head};
 use crate::asked::Asked;
-use crate::conversation::{Conversation, Function, ToolChoice, blocking, served};
+use crate::config::Limits;
+use crate::conversation::{Conversation, Function, ToolChoice, blocking, served, set_effort};
 use crate::error::{ApiError, Result};
 use crate::generation::Update;
-use crate::params::{Common, fields, part};
+use crate::params::{Common, fields, part, schema_text};
 use crate::state::State;
 use crate::stream;
 
@@ -31,6 +33,7 @@ pub(crate) struct MessagesRequest {
     tools: Option<Vec<Tool>>,
     tool_choice: Option<Choice>,
     thinking: Option<Thinking>,
+    output_config: Option<OutputConfig>,
 }
 
 /// What an answer needs beside that.
@@ -55,8 +58,15 @@ pub(crate) struct Answering {
 #[derive(Debug, Deserialize, JsonSchema)]
 #[expect(dead_code, reason = "clients send them")]
 pub(crate) struct Ignored {
+    cache_control: Option<Map<String, Value>>,
+    context_management: Option<Map<String, Value>>,
+    diagnostics: Option<Map<String, Value>>,
+    inference_geo: Option<String>,
     metadata: Option<Map<String, Value>>,
     service_tier: Option<String>,
+    speed: Option<String>,
+    user_profile_id: Option<String>,
+    workspace_id: Option<String>,
 }
 
 #[derive(Debug, Deserialize, JsonSchema)]
@@ -119,18 +129,38 @@ enum Choice {
 #[derive(Debug, Deserialize, JsonSchema)]
 struct Thinking {
     #[serde(rename = "type")]
-    #[schemars(extend("enum" = ["enabled", "adaptive", "disabled"]))]
+    #[schemars(extend("enum" = ["enabled", "adaptive", "between_tools", "disabled"]))]
     kind: String,
 }
 
+/// What the answer looks like.
+#[derive(Debug, Deserialize, JsonSchema)]
+struct OutputConfig {
+    /// Given to the chat template.
+    effort: Option<String>,
+    format: Option<OutputFormat>,
+}
+
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(tag = "type", rename_all = "snake_case")]
+enum OutputFormat {
+    JsonSchema {
+        #[schemars(with = "Map<String, Value>")]
+        schema: Value,
+    },
+}
+
 /// Every field of a conversation to be counted.
-pub(crate) static COUNTED: LazyLock<Map<String, Value>> = LazyLock::new(fields::<MessagesRequest>);
+pub(crate) static COUNTED: LazyLock<Map<String, Value>> = LazyLock::new(|| {
+    let mut all = fields::<MessagesRequest>();
+    all.extend(fields::<Ignored>());
+    all
+});
 
 /// Every field of one to be answered.
 pub(crate) static FIELDS: LazyLock<Map<String, Value>> = LazyLock::new(|| {
-    let mut all = fields::<MessagesRequest>();
+    let mut all = COUNTED.clone();
     all.extend(fields::<Answering>());
-    all.extend(fields::<Ignored>());
     all
 });
 
@@ -207,12 +237,13 @@ async fn counted(state: Arc<State>, asked: Asked) -> Result<Count> {
     served(&state)?;
     asked.known(&COUNTED)?;
     let request: MessagesRequest = part(&asked.body)?;
+    let _: Ignored = part(&asked.body)?;
     let work = move |state: &Arc<State>| {
         let backend = state.backend()?;
         if let Some(model) = request.model.as_deref().filter(|&m| m != backend.model().id) {
             return Err(ApiError::model(model, &backend.model().id));
         }
-        let (tokens, _) = request.conversation(None)?.tokens(backend.as_ref())?;
+        let (tokens, _) = request.conversation(None, &state.config.limits)?.tokens(backend.as_ref())?;
         Ok(Count { input_tokens: tokens.len() })
     };
     blocking(&state, work).await
@@ -228,7 +259,7 @@ async fn answer(state: Arc<State>, asked: Asked) -> Result<Response> {
         "model": request.model, "temperature": temperature, "top_p": top_p, "top_k": top_k, "stop": stop_sequences,
         "stream": stream,
     }))?;
-    let conversation = request.conversation(Some(max_tokens))?;
+    let conversation = request.conversation(Some(max_tokens), &state.config.limits)?;
     let salt = asked.salt;
     let mut generation = blocking(&state, move |state| conversation.start(state, &common, salt)).await?;
     let head = Head {
@@ -257,7 +288,7 @@ async fn answer(state: Arc<State>, asked: Asked) -> Result<Response> {
 }
 
 impl MessagesRequest {
-    fn conversation(self, max_tokens: Option<usize>) -> Result<Conversation> {
+    fn conversation(self, max_tokens: Option<usize>, limits: &Limits) -> Result<Conversation> {
         if self.messages.is_empty() {
             return Err(ApiError::invalid("messages", "`messages` is empty"));
         }
@@ -280,12 +311,20 @@ impl MessagesRequest {
         // Who does not ask for thoughts gets none, where the template can say so.
         let thinks = match self.thinking.as_ref().map(|t| t.kind.as_str()) {
             None | Some("disabled") => false,
-            Some("enabled" | "adaptive") => true,
+            Some("enabled" | "adaptive" | "between_tools") => true,
             Some(other) => {
-                let message = format!("`thinking.type` is `{other}`, but must be enabled, adaptive or disabled");
+                let message =
+                    format!("`thinking.type` is `{other}`, but must be enabled, adaptive, between_tools or disabled");
                 return Err(ApiError::invalid("thinking.type", message));
             }
         };
+        let mut extra = Map::from_iter([("enable_thinking".to_owned(), Value::Bool(thinks))]);
+        let OutputConfig { effort, format } = self.output_config.unwrap_or(OutputConfig { effort: None, format: None });
+        if let Some(effort) = effort {
+            set_effort(&mut extra, effort);
+        }
+        let schema = format.map(|OutputFormat::JsonSchema { schema }| schema);
+        let schema = schema.map(|s| schema_text("output_config.format.schema", &s, limits)).transpose()?;
         let mut messages = Vec::new();
         if let Some(system) = self.system {
             messages.push(json!({"role": "system", "content": system.text("system")?}));
@@ -299,10 +338,10 @@ impl MessagesRequest {
             tools,
             choice,
             parallel: one != Some(true),
-            format: None,
+            format: schema.map(Grammar::JsonSchema),
             continued,
             reply: true,
-            extra: Map::from_iter([("enable_thinking".to_owned(), Value::Bool(thinks))]),
+            extra,
             max_tokens: ("max_tokens", max_tokens),
             logprobs: None,
         })

@@ -403,6 +403,11 @@ fn responses_are_items() {
         "{kinds:?}"
     );
     assert_eq!(kinds.last(), Some(&"response.completed"));
+    let asked = r#"{"input":"Hi","include":["message.output_text.logprobs"],"top_logprobs":1}"#;
+    let told = live.post("/v1/responses", asked).json();
+    let logprobs = told["output"][1]["content"][0]["logprobs"].as_array().unwrap();
+    assert!(logprobs.len() > 2 && logprobs.iter().all(|l| l["top_logprobs"].as_array().unwrap().len() == 1), "{told}");
+    assert_eq!(told["output"][0]["content"][0].get("logprobs"), None, "thoughts have none");
     let cut = live.post("/v1/responses", r#"{"input":"Hi","max_output_tokens":1}"#).json();
     assert_eq!(
         (&cut["status"], &cut["incomplete_details"]["reason"]),

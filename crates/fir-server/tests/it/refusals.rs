@@ -97,6 +97,7 @@ fn wrong_values_name_their_field_and_what_would_do() {
         (r#"{"prompt":"x","max_tokens":0}"#, "max_tokens", "0 with `echo`"),
         (r#"{"prompt":"x","bad_words":[" "]}"#, "bad_words", "1 bytes"),
         (r#"{"prompt":"x","attention":{"type":"streaming"}}"#, "attention", "missing field `window`"),
+        (r#"{"prompt":"x","attention":{"type":"sparse","local":1,"block":0}}"#, "attention.block", "is 0"),
         (r#"{"prompt":"x","attention":{"type":"sideways"}}"#, "attention", "unknown variant `sideways`"),
         (r#"{"prompt":"x","suffix":"y"}"#, "suffix", "not offered"),
         (r#"{"prompt":["a","b"],"n":33}"#, "prompt", "2 prompts of 33 answers, but from 1 to 64"),
@@ -131,6 +132,7 @@ fn wrong_values_name_their_field_and_what_would_do() {
         Some("previous_response_id"),
         "stored",
     );
+    live.post("/v1/responses", r#"{"input":"x","top_logprobs":1}"#).refused(400, Some("top_logprobs"), "`include`");
     live.post("/v1/responses", r#"{"input":[]}"#).refused(400, Some("input"), "no message");
     live.post("/v1/embeddings", r#"{"input":"x","dimensions":3}"#).refused(400, Some("dimensions"), "3");
     live.post("/tokenize", r#"{}"#).refused(400, Some("prompt"), "one of");
