@@ -244,7 +244,7 @@ def test_a_disk_tier_that_is_destroyed_changes_no_answer(tmp_path):
         want = [ask(server, p) for p in prompts]
     folder = tmp_path / "kv"
     # A pool for three of the ten, so that the rest must go through files.
-    small = ["--memory", "330MiB", "--context", "2048", "--max-running", "2", "--speculate", "false"]
+    small = ["--memory", "110MiB", "--context", "2048", "--max-running", "2", "--speculate", "false"]
     with Server(*small, "--disk-cache", str(folder), "--disk-cache-size", "2GiB") as server:
         first = [ask(server, p) for p in prompts]
         again = [ask(server, p) for p in prompts]
