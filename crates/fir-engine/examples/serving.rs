@@ -82,7 +82,7 @@ fn ask(name: &str, handle: &Handle, prompts: Vec<Vec<u32>>, max_tokens: usize) -
                     }
                     tokens.push(id);
                 }
-                Event::Finished { .. } => {}
+                Event::Prompt(_) | Event::Finished { .. } => {}
                 Event::Failed(why) => println!("{name}: {why}"),
             }
         }

@@ -8,6 +8,7 @@ use crate::error::{Error, Result};
 use crate::kv::tier::Budget;
 use crate::models::Model;
 use crate::runner::{KvCache, KvType};
+use crate::sched::scored_rows;
 
 /// Settings of an engine; `Default` suits a CPU.
 #[derive(Clone, Debug)]
@@ -107,7 +108,7 @@ impl std::fmt::Display for MemoryPlan {
 impl Config {
     /// Rows of logits of a step: one per sequence and one per guess.
     pub(crate) fn max_rows(&self) -> usize {
-        (self.max_seqs * (1 + self.drafts)).min(self.max_step_tokens)
+        (self.max_seqs * (1 + self.drafts) + scored_rows(self.page_size)).min(self.max_step_tokens)
     }
 
     pub(crate) fn check(&self) -> Result<()> {

@@ -17,13 +17,13 @@ use crate::config::{Config, MemoryPlan};
 use crate::error::{Error, Result};
 use crate::handle::{Command, Job, Link, RequestId};
 use crate::kv::tier::Tier;
-use crate::request::{Attention, Event, Finish};
+use crate::request::{Attention, Event, Finish, TokenLogprobs};
 use crate::runner::{Batch, Seq, Shared};
-use crate::sampler::{Chooser, Sampler};
+use crate::sampler::{Chooser, Sampler, logprobs_of};
 use crate::sched::{self, Scheduler, SeqId, Step, Work};
 use crate::spec::Guesser;
 use crate::spec::draft::{Drafter, Want};
-use crate::stats::Stats;
+use crate::stats::{Histogram, Stats};
 use crate::text::StopText;
 use crate::tokenizer::Detokenizer;
 use settle::tell;
@@ -42,6 +42,8 @@ struct Running {
     /// Prompt tokens that are still counted as waiting.
     queued: usize,
     submitted: Instant,
+    /// When it first ran.
+    began: Option<Instant>,
 }
 
 /// One continuation.
@@ -53,7 +55,12 @@ struct Choice {
     stop: StopText,
     guesser: Guesser,
     logprobs: Option<usize>,
+    /// Of the prompt's tokens: alternatives asked for, and what is known so far.
+    scores: Option<(usize, Vec<TokenLogprobs>)>,
     min_tokens: usize,
+    /// Which of its stop texts has ended it.
+    stopped: Option<usize>,
+    first_token: Option<Instant>,
     last_token: Option<Instant>,
 }
 
@@ -108,7 +115,7 @@ impl Engine {
             requests: HashMap::new(),
             choices: HashMap::new(),
             drafter,
-            stats: Stats::default(),
+            stats: Stats { step_tokens: Histogram::of_tokens(), ..Stats::default() },
             failures: 0,
             drain: None,
         }
@@ -121,9 +128,10 @@ impl Engine {
     /// Runs every kernel that serving needs, and learns what steps cost: nothing is compiled or touched first later.
     pub(crate) fn warm_up(&mut self) -> Result<()> {
         let page_size = self.config.page_size;
-        let most = self.config.max_step_tokens.min(self.sched.capacity()).min(self.link.context);
+        // Prompts of half a step's tokens go the road of those of all, in half the time.
+        let most = (self.config.max_step_tokens / 2).min(self.sched.capacity()).min(self.link.context).max(1);
         let pages: Vec<u32> = (0..most.div_ceil(page_size) as u32).collect();
-        for (past, new) in [(0, most), (0, most / 2), (most / 2, most / 4), (most - 1, 1), (most / 2, 1), (0, 1)] {
+        for (past, new) in [(0, most), (0, most / 4), (most / 2, most / 4), (most - 1, 1), (most / 2, 1), (0, 1)] {
             let tokens = vec![0; new.max(1)];
             let seqs = [Seq { new: tokens.len(), past, pages: &pages, ..Seq::default() }];
             let rows = [tokens.len() as u32 - 1];
@@ -166,7 +174,7 @@ impl Engine {
                 Command::Embed(_, reply) => {
                     let _ = reply.send(Err(Error::Stopped(reason.clone())));
                 }
-                Command::Abort(_) | Command::Drain(_) | Command::Wake => {}
+                Command::Abort(_) | Command::Forget(_) | Command::Drain(_) | Command::Wake => {}
             }
         }
         why
@@ -223,6 +231,9 @@ impl Engine {
             Command::Embed(tokens, reply) => {
                 let _ = reply.send(self.embed(&tokens));
             }
+            Command::Forget(reply) => {
+                let _ = reply.send(self.sched.forget_prefixes());
+            }
             Command::Drain(deadline) => self.drain = Some(deadline),
             Command::Wake => {}
         }
@@ -231,13 +242,18 @@ impl Engine {
     fn submit(&mut self, job: Job) {
         let Job { id, request, sink, grammar, seed, submitted } = job;
         let prompt = request.prompt.len();
-        let mut running = Running { sink, seqs: Vec::new(), queued: prompt, submitted };
+        let mut running = Running { sink, seqs: Vec::new(), queued: prompt, submitted, began: None };
         let whole = prompt.saturating_add(request.sampling.max_tokens);
         let streams = matches!(request.attention, Attention::Streaming { .. });
         let max_len = if streams { whole } else { whole.min(self.link.context) };
         for index in 0..request.n {
             let mut seq = sched::Seq::new(request.prompt.clone(), max_len, request.salt, request.deadline);
             seq.attention = request.attention;
+            // Once is enough for all continuations.
+            let scores = request.sampling.prompt_logprobs.filter(|_| index == 0);
+            if scores.is_some() && prompt > 1 {
+                seq.scored = 0;
+            }
             let seq = match self.sched.add(seq, request.priority, submitted) {
                 Ok(seq) => seq,
                 Err(error) => {
@@ -254,10 +270,13 @@ impl Engine {
                 index,
                 chooser,
                 text: Detokenizer::default(),
-                stop: StopText::new(s.stop.clone()),
+                stop: StopText::new(s.stop.clone(), s.include_stop),
                 guesser: Guesser::new(),
                 logprobs: s.logprobs,
+                scores: scores.map(|top| (top, Vec::with_capacity(prompt - 1))),
+                stopped: None,
                 min_tokens: s.min_tokens,
+                first_token: None,
                 last_token: None,
             };
             self.choices.insert(seq, choice);
@@ -283,6 +302,7 @@ impl Engine {
             };
             if request.queued > 0 {
                 self.link.admitted(std::mem::take(&mut request.queued));
+                request.began = Some(now);
                 self.stats.queue_time.observe((now - request.submitted).as_secs_f64());
             }
         }
@@ -375,15 +395,24 @@ impl Engine {
         let logits = self.backend.step(&built.batch())?;
         self.sampler.clear();
         let (mut at, mut bad) = (0, Vec::new());
-        for work in step.works.iter().filter(|w| w.rows > 0) {
+        for work in step.works.iter().filter(|w| w.rows + w.scored > 0) {
             let seq = self.sched.seq(work.id);
             let Some(choice) = self.choices.get_mut(&work.id) else { continue };
+            if let Some((top, scores)) = &mut choice.scores {
+                // A row is of the token after it; those known from before come first.
+                for row in logits[at * vocab..(at + work.scored) * vocab].chunks_exact(vocab) {
+                    scores.push(logprobs_of(row, seq.tokens[scores.len() + 1], *top));
+                }
+            }
+            at += work.scored;
             let generated = seq.tokens.len() - seq.prompt;
             let chains = [(&seq.drafts, 0, work.rows), (&seq.branch.tokens, 1, work.branch_rows)];
             for (chain, from, rows) in chains {
                 let logits = &mut logits[at * vocab..(at + rows) * vocab];
                 at += rows;
-                if let Err(error) = self.sampler.push(&mut choice.chooser, logits, vocab, chain, from, generated) {
+                if let Err(error) =
+                    self.sampler.push(&mut choice.chooser, logits, at - rows, vocab, chain, from, generated)
+                {
                     bad.push((work.id, error.to_string()));
                 }
             }
@@ -427,6 +456,7 @@ impl Engine {
         self.stats.kv_bytes_flat += step.read_flat as u64 * token_bytes;
         self.stats.kv_bytes_read += step.read as u64 * token_bytes;
         self.stats.step.observe(took.as_secs_f64());
+        self.stats.step_tokens.observe(step.load.tokens as f64);
     }
 
     /// Copies the numbers to where handles see them.

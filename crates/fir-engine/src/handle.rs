@@ -53,6 +53,8 @@ pub(crate) enum Command {
     Submit(Box<Job>),
     Abort(RequestId),
     Embed(Vec<u32>, SyncSender<Result<Vec<f32>>>),
+    /// Forget prefixes that nobody uses.
+    Forget(SyncSender<usize>),
     Drain(Instant),
     /// A page has come from a tier.
     Wake,
@@ -294,6 +296,13 @@ impl Handle {
         answer.recv().map_err(|_| self.gone())?
     }
 
+    /// Forgets every cached prefix that no running sequence reads, in the tiers too; how many pages of the pool came free.
+    pub fn forget_prefixes(&self) -> Result<usize> {
+        let (reply, answer) = sync_channel(1);
+        self.send(Command::Forget(reply))?;
+        answer.recv().map_err(|_| self.gone())
+    }
+
     /// The state of the engine and its counters.
     pub fn stats(&self) -> Stats {
         let mut stats = self.link.stats.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).clone();
@@ -415,11 +424,17 @@ impl Handle {
         range("min_tokens", s.min_tokens <= s.max_tokens, s.min_tokens.to_string(), "at most max_tokens")?;
         let logprobs = s.logprobs.unwrap_or(0);
         range("logprobs", logprobs <= MAX_LOGPROBS, logprobs.to_string(), &format!("at most {MAX_LOGPROBS}"))?;
+        let logprobs = s.prompt_logprobs.unwrap_or(0);
+        range("prompt_logprobs", logprobs <= MAX_LOGPROBS, logprobs.to_string(), &format!("at most {MAX_LOGPROBS}"))?;
+        let whole = s.prompt_logprobs.is_none() || request.attention == Attention::Full;
+        range("prompt_logprobs", whole, "asked for".into(), "none where not all of the prompt is seen")?;
         range("stop", s.stop.iter().all(|t| !t.is_empty()), "an empty text".into(), "texts of a character at least")?;
         let bias = s.logit_bias.iter().find(|(_, b)| b.is_nan());
         range("logit_bias", bias.is_none(), "not a number".into(), number)?;
         self.check_ids("logit_bias", s.logit_bias.iter().map(|b| b.0))?;
         self.check_ids("stop_ids", s.stop_ids.iter().copied())?;
+        range("bad_tokens", s.bad_tokens.iter().all(|b| !b.is_empty()), "an empty list".into(), "a token at least")?;
+        self.check_ids("bad_tokens", s.bad_tokens.iter().flatten().copied())?;
         if let Some(allowed) = &s.allowed_tokens {
             range("allowed_tokens", !allowed.is_empty(), "empty".into(), "a token at least")?;
             self.check_ids("allowed_tokens", allowed.iter().copied())?;

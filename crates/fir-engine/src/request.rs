@@ -88,12 +88,18 @@ pub struct Sampling {
     pub seed: Option<u64>,
     /// Log probabilities of the chosen token and so many alternatives.
     pub logprobs: Option<usize>,
+    /// Log probabilities of the prompt's tokens and so many alternatives: [`Event::Prompt`].
+    pub prompt_logprobs: Option<usize>,
+    /// Sequences of tokens that are never generated.
+    pub bad_tokens: Vec<Vec<u32>>,
     /// At most so many tokens are generated.
     pub max_tokens: usize,
     /// No end before so many tokens.
     pub min_tokens: usize,
-    /// Text that ends the answer; it is not part of it.
+    /// Text that ends the answer; it is not part of it, unless `include_stop`.
     pub stop: Vec<String>,
+    /// The text that ended the answer is part of it.
+    pub include_stop: bool,
     /// Tokens that end the answer, beside the model's own.
     pub stop_ids: Vec<u32>,
     /// The model's own end tokens do not end the answer.
@@ -116,9 +122,12 @@ impl Default for Sampling {
             allowed_tokens: None,
             seed: None,
             logprobs: None,
+            prompt_logprobs: None,
+            bad_tokens: Vec::new(),
             max_tokens: 256,
             min_tokens: 0,
             stop: Vec::new(),
+            include_stop: false,
             stop_ids: Vec::new(),
             ignore_eos: false,
             grammar: None,
@@ -162,6 +171,8 @@ pub struct TokenLogprobs {
 /// What the engine tells about a request, in order, per choice.
 #[derive(Clone, Debug)]
 pub enum Event {
+    /// The prompt was read; of each of its tokens but the first, if that was asked for. Comes once, before the first token.
+    Prompt(Vec<TokenLogprobs>),
     /// A token was generated.
     Token {
         /// Which of the `n` continuations.
@@ -181,6 +192,8 @@ pub enum Event {
         text: String,
         /// Why.
         reason: Finish,
+        /// Which of [`Sampling::stop`] ended it, if one did.
+        stop: Option<usize>,
         /// Tokens of this continuation (and of the prompt, counted once).
         usage: Usage,
     },

@@ -26,6 +26,8 @@ pub(crate) struct Chooser {
     answer: HashMap<u32, u32>,
     /// Tokens of the prompt; kept if a penalty asks for it.
     prompt: Vec<u32>,
+    /// The last tokens of the answer, as many as a sequence that must not come has before its last.
+    last: Vec<u32>,
     grammar: Option<Matcher>,
 }
 
@@ -54,6 +56,7 @@ impl Chooser {
             ends,
             answer: HashMap::new(),
             prompt: seen,
+            last: Vec::new(),
             grammar,
         }
     }
@@ -73,6 +76,13 @@ impl Chooser {
             self.penalize(row, &drafts[..i]);
             for &(id, bias) in &self.sampling.logit_bias {
                 row[id as usize] += bias;
+            }
+            for bad in &self.sampling.bad_tokens {
+                let Some((&id, before)) = bad.split_last() else { continue };
+                let (drafted, rest) = (&drafts[..i], before.len().saturating_sub(i));
+                if before.ends_with(&drafted[i - i.min(before.len())..]) && self.last.ends_with(&before[..rest]) {
+                    row[id as usize] = f32::NEG_INFINITY;
+                }
             }
             if let Some(allowed) = &self.sampling.allowed_tokens {
                 let kept: Vec<(u32, f32)> = allowed.iter().map(|&id| (id, row[id as usize])).collect();
@@ -141,6 +151,11 @@ impl Chooser {
         if s.repetition_penalty != 1.0 || s.frequency_penalty != 0.0 || s.presence_penalty != 0.0 {
             *self.answer.entry(id).or_default() += 1;
         }
+        let most = s.bad_tokens.iter().map(Vec::len).max().unwrap_or(0).saturating_sub(1);
+        if most > 0 {
+            self.last.push(id);
+            self.last.drain(..self.last.len().saturating_sub(most));
+        }
         match &mut self.grammar {
             None => Ok(false),
             Some(grammar) => {
@@ -177,6 +192,8 @@ pub(crate) struct Sampler {
     top_p: Vec<f32>,
     min_p: Vec<f32>,
     rng: Vec<RngState>,
+    /// The row of logits that each is drawn from.
+    rows: Vec<i32>,
     /// Token of each row.
     pub out: Vec<i32>,
     /// Whether the row was a distribution.
@@ -194,6 +211,7 @@ impl Sampler {
             top_p: Vec::with_capacity(rows),
             min_p: Vec::with_capacity(rows),
             rng: Vec::with_capacity(rows),
+            rows: Vec::with_capacity(rows),
             out: Vec::with_capacity(rows),
             valid: Vec::with_capacity(rows),
             raw: Vec::with_capacity(rows * vocab),
@@ -207,24 +225,30 @@ impl Sampler {
         self.top_p.clear();
         self.min_p.clear();
         self.rng.clear();
+        self.rows.clear();
         self.raw.clear();
         self.raw_rows.clear();
     }
 
-    /// Adds rows of one sequence, as the model gave them: after the first `from` of `drafts`, after one more, and so on.
+    /// Adds rows of one sequence, as the model gave them, from `row` on: after the first `from` of `drafts`, after one more,
+    /// and so on.
+    #[expect(clippy::too_many_arguments, reason = "rows, where they stand, and what they follow")]
     pub(crate) fn push(
         &mut self,
         chooser: &mut Chooser,
         rows: &mut [f32],
+        row: usize,
         vocab: usize,
         drafts: &[u32],
         from: usize,
         generated: usize,
     ) -> Result<()> {
         let s = &chooser.sampling;
-        for (i, row) in (from..).zip(rows.chunks_exact(vocab)) {
+        for (n, logits) in rows.chunks_exact(vocab).enumerate() {
+            let i = from + n;
+            self.rows.push((row + n) as i32);
             if s.logprobs.is_some() {
-                self.raw.extend_from_slice(row);
+                self.raw.extend_from_slice(logits);
                 self.raw_rows.push(self.rng.len());
             }
             self.temperature.push(s.temperature);
@@ -253,13 +277,16 @@ impl Sampler {
             min_p: PerRow::Each(&self.min_p),
             ..Filters::default()
         };
+        // All rows, unless some are of prompts.
+        let some = logits.len() != rows * vocab;
+        let indices = some.then(|| TensorRef::new(&self.rows, &[rows])).transpose()?;
         let draw = Draw {
             rng: PerRow::Each(&self.rng),
-            indices: None,
+            indices,
             out: TensorMut::new(&mut self.out, &[rows])?,
             valid: Some(TensorMut::new(&mut self.valid, &[rows])?),
         };
-        fir::sampling::sample(exec, TensorRef::new(logits, &[rows, vocab])?, filters, draw)?;
+        fir::sampling::sample(exec, TensorRef::new(logits, &[logits.len() / vocab, vocab])?, filters, draw)?;
         Ok(())
     }
 
@@ -272,21 +299,25 @@ impl Sampler {
     pub(crate) fn logprobs(&self, row: usize, top: Option<usize>) -> Option<TokenLogprobs> {
         let (at, top) = (self.raw_rows.binary_search(&row).ok()?, top?);
         let vocab = self.raw.len() / self.raw_rows.len();
-        let logits = &self.raw[at * vocab..(at + 1) * vocab];
-        let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        let sum: f64 = logits.iter().map(|&l| f64::from(l - max).exp()).sum();
-        let total = f64::from(max) + sum.ln();
-        let of = |id: usize| Logprob { id: id as u32, logprob: (f64::from(logits[id]) - total) as f32 };
-        let mut order: Vec<usize> = Vec::with_capacity(top + 1);
-        for id in 0..logits.len() {
-            if top > 0 && (order.len() < top || logits[id] > logits[order[top - 1]]) {
-                let at = order.partition_point(|&o| logits[o] >= logits[id]);
-                order.insert(at, id);
-                order.truncate(top);
-            }
-        }
-        Some(TokenLogprobs { chosen: of(self.out[row] as usize), top: order.into_iter().map(of).collect() })
+        Some(logprobs_of(&self.raw[at * vocab..(at + 1) * vocab], self.out[row] as u32, top))
     }
+}
+
+/// Log probabilities of a token and the `top` likeliest by a row of logits.
+pub(crate) fn logprobs_of(logits: &[f32], chosen: u32, top: usize) -> TokenLogprobs {
+    let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let sum: f64 = logits.iter().map(|&l| f64::from((l - max).exp())).sum();
+    let total = f64::from(max) + sum.ln();
+    let of = |id: usize| Logprob { id: id as u32, logprob: (f64::from(logits[id]) - total) as f32 };
+    let mut order: Vec<usize> = Vec::with_capacity(top + 1);
+    for id in 0..logits.len() {
+        if top > 0 && (order.len() < top || logits[id] > logits[order[top - 1]]) {
+            let at = order.partition_point(|&o| logits[o] >= logits[id]);
+            order.insert(at, id);
+            order.truncate(top);
+        }
+    }
+    TokenLogprobs { chosen: of(chosen as usize), top: order.into_iter().map(of).collect() }
 }
 
 #[cfg(test)]
@@ -302,8 +333,8 @@ mod tests {
     fn draw(choosers: &mut [Chooser], mut rows: Vec<f32>, generated: usize) -> (Vec<i32>, Vec<Option<TokenLogprobs>>) {
         let exec = Exec::cpu().unwrap();
         let mut sampler = Sampler::new(choosers.len(), VOCAB);
-        for (chooser, row) in choosers.iter_mut().zip(rows.chunks_exact_mut(VOCAB)) {
-            sampler.push(chooser, row, VOCAB, &[], 0, generated).unwrap();
+        for (i, (chooser, row)) in choosers.iter_mut().zip(rows.chunks_exact_mut(VOCAB)).enumerate() {
+            sampler.push(chooser, row, i, VOCAB, &[], 0, generated).unwrap();
         }
         sampler.draw(&exec, &rows, VOCAB).unwrap();
         assert!((0..choosers.len()).all(|row| sampler.valid(row)));
@@ -370,16 +401,32 @@ mod tests {
         assert_eq!(one(Sampling { repetition_penalty: 2.0, ..base.clone() }, &[], 0), 298, "the prompt counts");
         assert_eq!(one(Sampling { presence_penalty: 2.5, ..base.clone() }, &[299], 0), 298);
         assert_eq!(one(Sampling { frequency_penalty: 1.1, ..base.clone() }, &[299, 299, 298], 0), 10);
+        let never = |bad: &[&[u32]]| Sampling { bad_tokens: bad.iter().map(|b| b.to_vec()).collect(), ..base.clone() };
+        assert_eq!(one(never(&[&[299], &[7, 8, 298], &[8, 10]]), &[7, 8], 0), 11, "those that would be whole");
+        assert_eq!(one(never(&[&[299], &[7, 8, 298]]), &[8, 7], 0), 298);
         assert_eq!(one(Sampling { allowed_tokens: Some(vec![10, 11]), ..base.clone() }, &[], 0), 10);
         let min = Sampling { min_tokens: 3, logit_bias: vec![(299, -5.0)], ..base };
         assert_eq!(one(min.clone(), &[], 2), 10, "no end before the third token is there");
         assert_eq!(one(min, &[], 3), 298);
     }
 
+    /// Of which some come with the drafts below, some before and with them.
+    fn bad() -> Vec<Vec<u32>> {
+        (0..VOCAB as u32)
+            .flat_map(|id| [vec![9, id], vec![9, 4, id], vec![9, 9, 4, id]])
+            .filter(|b| b[b.len() - 1] % 3 == 0)
+            .collect()
+    }
+
     #[test]
     fn rows_after_drafts_are_what_they_will_be_without() {
-        let sampling =
-            Sampling { seed: Some(3), repetition_penalty: 1.3, frequency_penalty: 0.4, ..Sampling::default() };
+        let sampling = Sampling {
+            seed: Some(3),
+            repetition_penalty: 1.3,
+            frequency_penalty: 0.4,
+            bad_tokens: bad(),
+            ..Sampling::default()
+        };
         let new = || Chooser::new(&sampling, 0, &[1, 2], &[0], 3, None);
         let exec = Exec::cpu().unwrap();
         let drafts = [9, 9, 4];
@@ -387,8 +434,8 @@ mod tests {
         let mut sampler = Sampler::new(4, VOCAB);
         // In two parts, as branches come.
         let (first, rest) = rows.split_at_mut(2 * VOCAB);
-        sampler.push(&mut new(), first, VOCAB, &drafts, 0, 5).unwrap();
-        sampler.push(&mut new(), rest, VOCAB, &drafts, 2, 5).unwrap();
+        sampler.push(&mut new(), first, 0, VOCAB, &drafts, 0, 5).unwrap();
+        sampler.push(&mut new(), rest, 2, VOCAB, &drafts, 2, 5).unwrap();
         sampler.draw(&exec, &rows, VOCAB).unwrap();
         let mut chooser = new();
         for (i, &want) in sampler.out.iter().enumerate() {

@@ -1,24 +1,34 @@
 //! What the engine counts: plain numbers, copied out whole.
 
-/// A histogram of times with fixed bounds, as monitoring systems read them.
+/// A histogram with fixed bounds, as monitoring systems read them: of times, or of numbers of tokens.
 #[derive(Clone, Debug)]
 pub struct Histogram {
-    /// Observations at or below each of [`Histogram::BOUNDS`], and above the last; not cumulative.
+    /// Upper bounds of the buckets; the last bucket has none.
+    pub bounds: &'static [f64; 19],
+    /// Observations at or below each of the bounds, and above the last; not cumulative.
     pub counts: [u64; 20],
-    /// Sum of all observations, in seconds.
+    /// Sum of all observations.
     pub sum: f64,
 }
 
 impl Histogram {
-    /// Upper bounds of the buckets, in seconds; the last bucket has none.
-    pub const BOUNDS: [f64; 19] = [
+    /// In seconds.
+    const TIMES: [f64; 19] = [
         0.001, 0.0025, 0.005, 0.0075, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0,
         300.0,
     ];
+    const TOKENS: [f64; 19] = [
+        1.0, 2.0, 4.0, 8.0, 16.0, 24.0, 32.0, 48.0, 64.0, 96.0, 128.0, 192.0, 256.0, 384.0, 512.0, 1024.0, 2048.0,
+        4096.0, 8192.0,
+    ];
 
-    pub(crate) fn observe(&mut self, seconds: f64) {
-        self.counts[Self::BOUNDS.partition_point(|&b| b < seconds)] += 1;
-        self.sum += seconds;
+    pub(crate) fn of_tokens() -> Self {
+        Self { bounds: &Self::TOKENS, ..Self::default() }
+    }
+
+    pub(crate) fn observe(&mut self, value: f64) {
+        self.counts[self.bounds.partition_point(|&b| b < value)] += 1;
+        self.sum += value;
     }
 
     /// Number of observations.
@@ -29,7 +39,7 @@ impl Histogram {
 
 impl Default for Histogram {
     fn default() -> Self {
-        Self { counts: [0; 20], sum: 0.0 }
+        Self { bounds: &Self::TIMES, counts: [0; 20], sum: 0.0 }
     }
 }
 
@@ -113,10 +123,18 @@ pub struct Stats {
     pub first_token: Histogram,
     /// Between tokens.
     pub between_tokens: Histogram,
+    /// From the first time it runs to the first token.
+    pub prefill: Histogram,
+    /// From the first token to the last.
+    pub decode: Histogram,
+    /// Between tokens, as the mean of an answer.
+    pub per_token: Histogram,
     /// From submission to the end.
     pub whole: Histogram,
     /// Of a step.
     pub step: Histogram,
+    /// Tokens of a step.
+    pub step_tokens: Histogram,
 }
 
 #[cfg(test)]

@@ -4,31 +4,33 @@
 #[derive(Clone, Debug, Default)]
 pub(crate) struct StopText {
     stops: Vec<String>,
+    /// Whether the stop text is part of the answer.
+    kept: bool,
     held: String,
 }
 
 impl StopText {
-    pub(crate) fn new(stops: Vec<String>) -> Self {
-        Self { stops, held: String::new() }
+    pub(crate) fn new(stops: Vec<String>, kept: bool) -> Self {
+        Self { stops, kept, held: String::new() }
     }
 
-    /// Adds `text`; returns what is certain, and whether a stop text ended it.
+    /// Adds `text`; returns what is certain, and which stop text ended it.
     ///
     /// The stop text that ends first counts; of those that end together, the one that starts first.
-    pub(crate) fn push(&mut self, text: &str) -> (String, bool) {
+    pub(crate) fn push(&mut self, text: String) -> (String, Option<usize>) {
         if self.stops.is_empty() {
-            return (text.into(), false);
+            return (text, None);
         }
-        self.held.push_str(text);
-        let end = self.stops.iter().filter_map(|s| self.held.find(s.as_str()).map(|at| (at + s.len(), at))).min();
-        if let Some((_, at)) = end {
-            self.held.truncate(at);
-            return (std::mem::take(&mut self.held), true);
+        self.held.push_str(&text);
+        let found = |(i, s): (usize, &String)| self.held.find(s.as_str()).map(|at| (at + s.len(), at, i));
+        if let Some((end, at, which)) = self.stops.iter().enumerate().filter_map(found).min() {
+            self.held.truncate(if self.kept { end } else { at });
+            return (std::mem::take(&mut self.held), Some(which));
         }
         let starts = |at: &usize| self.stops.iter().any(|s| s.starts_with(&self.held[*at..]));
         let at = self.held.char_indices().map(|(at, _)| at).find(starts).unwrap_or(self.held.len());
         let rest = self.held.split_off(at);
-        (std::mem::replace(&mut self.held, rest), false)
+        (std::mem::replace(&mut self.held, rest), None)
     }
 
     /// What was held back, when no more comes.
@@ -44,14 +46,17 @@ mod tests {
 
     #[test]
     fn a_start_of_a_stop_text_is_held_back_and_given_when_it_is_none() {
-        let mut stop = StopText::new(vec!["END".into(), "\n\n".into()]);
-        assert_eq!(stop.push("one E"), ("one ".into(), false));
-        assert_eq!(stop.push("N"), (String::new(), false));
-        assert_eq!(stop.push("d\n"), ("ENd".into(), false));
-        assert_eq!(stop.push("\nmore"), (String::new(), true));
-        let mut stop = StopText::new(vec!["éa".into()]);
-        assert_eq!(stop.push("xé"), ("x".into(), false));
+        let mut stop = StopText::new(vec!["END".into(), "\n\n".into()], false);
+        assert_eq!(stop.push("one E".into()), ("one ".into(), None));
+        assert_eq!(stop.push("N".into()), (String::new(), None));
+        assert_eq!(stop.push("d\n".into()), ("ENd".into(), None));
+        assert_eq!(stop.push("\nmore".into()), (String::new(), Some(1)));
+        let mut stop = StopText::new(vec!["éa".into()], false);
+        assert_eq!(stop.push("xé".into()), ("x".into(), None));
         assert_eq!(stop.finish(), "é");
+        let mut stop = StopText::new(vec!["END".into()], true);
+        assert_eq!(stop.push("the E".into()), ("the ".into(), None));
+        assert_eq!(stop.push("ND.".into()), ("END".into(), Some(0)));
     }
 
     proptest! {
@@ -66,14 +71,14 @@ mod tests {
             let mut cuts: Vec<usize> = cuts.into_iter().filter(|&c| text.is_char_boundary(c)).chain([0, text.len()]).collect();
             cuts.sort_unstable();
             pieces.extend(cuts.windows(2).map(|w| &text[w[0]..w[1]]));
-            let mut stop = StopText::new(stops.clone());
+            let mut stop = StopText::new(stops.clone(), false);
             let (mut got, mut stopped) = (String::new(), false);
             for piece in pieces {
-                let (text, end) = stop.push(piece);
+                let (text, end) = stop.push(piece.into());
                 got += &text;
                 // Nothing is shown that is part of a stop text to come.
                 prop_assert!(!stops.iter().any(|s| got.contains(s.as_str())));
-                if end {
+                if end.is_some() {
                     stopped = true;
                     break;
                 }

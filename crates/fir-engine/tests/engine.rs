@@ -49,7 +49,7 @@ fn tokens(events: Receiver<Event>) -> Vec<Vec<u32>> {
                 all.resize(all.len().max(choice + 1), Vec::new());
                 all[choice].push(id);
             }
-            Event::Finished { .. } => {}
+            Event::Prompt(_) | Event::Finished { .. } => {}
             Event::Failed(why) => panic!("{why}"),
         }
     }
@@ -190,7 +190,7 @@ fn a_shared_prefix_changes_no_bit_of_what_models_of_bf16_say() {
             let all: Vec<_> = (0..24).map(ask).collect();
             let tell = |event| match event {
                 Event::Token { id, logprobs, .. } => Some((id, logprobs.unwrap().chosen.logprob.to_bits())),
-                Event::Finished { .. } => None,
+                Event::Prompt(_) | Event::Finished { .. } => None,
                 Event::Failed(why) => panic!("{why}"),
             };
             let answers: Vec<Vec<_>> = all.into_iter().map(|e| e.into_iter().filter_map(tell).collect()).collect();
@@ -235,4 +235,83 @@ fn streaming_and_sparse_requests_run_beside_others() {
     let gemma = Engine::start(self::model("gemma3"), config()).unwrap();
     let said = gemma.submit(ask(0), |_| true).unwrap_err().to_string();
     assert!(said.starts_with("`attention`: ") && said.contains("gemma3"), "{said}");
+}
+
+#[test]
+fn prompts_are_scored_alike_alone_and_among_others() {
+    let score = |handle: &Handle, prompt: &[u32], n: usize| {
+        let sampling = Sampling {
+            prompt_logprobs: Some(2),
+            max_tokens: 4,
+            ignore_eos: true,
+            temperature: 0.0,
+            ..Sampling::default()
+        };
+        submit(handle, Request { prompt: prompt.to_vec(), sampling, n, ..Request::default() })
+    };
+    // Each token's number, its bits, and those of the likeliest.
+    let told = |events: Receiver<Event>| {
+        let scores: Vec<_> =
+            events.into_iter().filter_map(|e| if let Event::Prompt(s) = e { Some(s) } else { None }).collect();
+        let [scores] = &scores[..] else { panic!("told {} times", scores.len()) };
+        let bits =
+            |s: &fir_engine::TokenLogprobs| (s.chosen.id, s.chosen.logprob.to_bits(), s.top[0].logprob.to_bits());
+        scores.iter().map(bits).collect::<Vec<_>>()
+    };
+    for family in ["llama", "gemma3", "deepseek2"] {
+        let model = model(family);
+        let vocab = model.config().vocab as u32;
+        let prompts: Vec<Vec<u32>> =
+            (1..9).map(|i| (0..i * 23 - 22).map(|t| 3 + (t * 7 + t * t * i) % (vocab - 3)).collect()).collect();
+        let handle = Engine::start(Arc::clone(&model), Config { prefix_cache: false, ..config() }).unwrap();
+        let alone: Vec<_> = prompts.iter().map(|p| told(score(&handle, p, 1))).collect();
+        let handle = Engine::start(Arc::clone(&model), config()).unwrap();
+        let beside: Vec<_> = (0..8).map(|i| submit(&handle, varied(i, vocab as usize))).collect();
+        let all: Vec<_> = prompts.iter().map(|p| score(&handle, p, 2)).collect();
+        let together: Vec<_> = all.into_iter().map(told).collect();
+        assert_eq!(together, alone, "{family}");
+        beside.into_iter().for_each(|events| assert!(!tokens(events).is_empty()));
+        for (scores, prompt) in alone.iter().zip(&prompts) {
+            assert_eq!(scores.iter().map(|s| s.0).collect::<Vec<_>>(), prompt[1..], "{family}");
+            assert!(scores.iter().all(|s| f32::from_bits(s.1) <= f32::from_bits(s.2) && f32::from_bits(s.2) < 0.0));
+        }
+        // The very tokens that are generated next have the probability that they have as part of a prompt.
+        let sampling =
+            Sampling { logprobs: Some(0), max_tokens: 30, ignore_eos: true, seed: Some(3), ..Sampling::default() };
+        let answer: Vec<_> = submit(&handle, Request { prompt: prompts[4].clone(), sampling, ..Request::default() })
+            .into_iter()
+            .filter_map(|e| {
+                if let Event::Token { id, logprobs, .. } = e {
+                    Some((id, logprobs.unwrap().chosen.logprob))
+                } else {
+                    None
+                }
+            })
+            .collect();
+        let whole: Vec<u32> = prompts[4].iter().copied().chain(answer.iter().map(|a| a.0)).collect();
+        let scored = told(score(&handle, &whole, 1));
+        for ((_, as_answer), as_prompt) in answer.iter().zip(&scored[prompts[4].len() - 1..]) {
+            let as_prompt = f32::from_bits(as_prompt.1);
+            assert!(
+                (as_answer - as_prompt).abs() < 2e-2,
+                "{family}: {as_answer} as an answer, {as_prompt} as a prompt"
+            );
+        }
+    }
+}
+
+#[test]
+fn prefixes_are_forgotten_on_demand() {
+    let model = model("llama");
+    let handle = Engine::start(Arc::clone(&model), config()).unwrap();
+    let ask = || {
+        let request = Request { n: 1, ..varied(1, model.config().vocab) };
+        let before = handle.stats().cached_tokens;
+        tokens(submit(&handle, request));
+        handle.stats().cached_tokens - before
+    };
+    assert_eq!(ask(), 0);
+    assert!(ask() > 0);
+    assert!(handle.forget_prefixes().unwrap() > 0);
+    assert_eq!(ask(), 0);
 }

@@ -151,6 +151,8 @@ impl Engine {
                 pieces.resize_with(choice + 1, Piece::default);
             }
             let told = match event {
+                // Nobody asks for it.
+                Event::Prompt(_) => return true,
                 Event::Token { choice, id: token, text, logprobs } => {
                     let piece = &mut pieces[choice];
                     piece.text.push_str(&text);
@@ -164,7 +166,7 @@ impl Engine {
                     }
                     std::mem::take(piece).told(id, choice, None, None)
                 }
-                Event::Finished { choice, text, reason, usage } => {
+                Event::Finished { choice, text, reason, usage, .. } => {
                     let mut piece = std::mem::take(&mut pieces[choice]);
                     piece.text.push_str(&text);
                     piece.told(id, choice, Some((reason, usage)), None)

@@ -5,6 +5,9 @@ use sha2::{Digest, Sha256};
 
 use crate::error::{ApiError, Result};
 
+/// Where Anthropic's clients put the key.
+const API_KEY: &str = "x-api-key";
+
 /// The keys of a server, as digests: of equal length, and no memory holds the keys for long.
 pub(crate) struct Keys(Vec<[u8; 32]>);
 
@@ -18,17 +21,20 @@ impl Keys {
         if self.0.is_empty() {
             return Ok(0);
         }
-        let Some(value) = headers.get(header::AUTHORIZATION) else {
-            return Err(ApiError::key("a key is needed: send `Authorization: Bearer KEY`"));
+        let key = match (headers.get(header::AUTHORIZATION), headers.get(API_KEY)) {
+            (Some(value), _) => {
+                let parts = value.to_str().ok().and_then(|v| v.split_once(' '));
+                let bearer = parts.filter(|(scheme, _)| scheme.eq_ignore_ascii_case("bearer"));
+                let wrong = || ApiError::key("`Authorization` is not of the form `Bearer KEY`");
+                bearer.ok_or_else(wrong)?.1.trim()
+            }
+            (None, Some(value)) => value.to_str().unwrap_or("").trim(),
+            (None, None) => return Err(ApiError::key("a key is needed: send `Authorization: Bearer KEY`")),
         };
-        let key = value.to_str().ok().and_then(|v| v.split_once(' ')).filter(|(s, _)| s.eq_ignore_ascii_case("bearer"));
-        let Some((_, key)) = key else {
-            return Err(ApiError::key("`Authorization` is not of the form `Bearer KEY`"));
-        };
-        let digest: [u8; 32] = Sha256::digest(key.trim()).into();
+        let digest: [u8; 32] = Sha256::digest(key).into();
         // Every key is compared, and every byte: the time taken tells nothing.
         let known = self.0.iter().fold(false, |known, k| known | equal(k, &digest));
-        if known { Ok(salted(0, key.trim())) } else { Err(ApiError::key("the key is not one of this server's")) }
+        if known { Ok(salted(0, key)) } else { Err(ApiError::key("the key is not one of this server's")) }
     }
 }
 
@@ -63,6 +69,11 @@ mod tests {
             assert!(ask(&keys, wrong).is_err(), "{wrong}");
         }
         assert!(keys.check(&HeaderMap::new()).is_err());
+        let mut other = HeaderMap::new();
+        other.insert(API_KEY, "one".parse().unwrap());
+        assert_eq!(keys.check(&other).unwrap(), one);
+        other.insert(API_KEY, "three".parse().unwrap());
+        assert!(keys.check(&other).is_err());
         assert_eq!(Keys::new(&[]).check(&HeaderMap::new()).unwrap(), 0);
     }
 

@@ -54,6 +54,8 @@ pub trait Backend: Send + Sync + 'static {
     fn health(&self) -> Result<()>;
     /// Waits until nothing runs, at most so long, then stops the engine.
     fn drain(&self, timeout: Duration);
+    /// Forgets cached prefixes that nobody uses.
+    fn forget_prefixes(&self) -> Result<()>;
     /// What the engine counts.
     fn stats(&self) -> Stats;
     /// The mean of the last hidden states.

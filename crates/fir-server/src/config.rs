@@ -7,6 +7,9 @@ use std::time::Duration;
 pub struct Config {
     /// Keys of which a request must show one; none means that anybody may ask.
     pub api_keys: Vec<String>,
+    /// Origins whose pages may ask, such as `https://chat.example.org`; `*` is all of them. Without any, browsers let only
+    /// the server's own page ask.
+    pub allow_origins: Vec<String>,
     /// How long requests that were accepted may take to end after a signal.
     pub drain: Duration,
     /// A request that has waited this long is answered 503.
@@ -23,6 +26,7 @@ impl Default for Config {
     fn default() -> Self {
         Self {
             api_keys: Vec::new(),
+            allow_origins: Vec::new(),
             drain: Duration::from_secs(30),
             queue_timeout: None,
             keep_alive: Duration::from_secs(5),
@@ -43,7 +47,7 @@ pub struct Limits {
     pub n: usize,
     /// Stop texts.
     pub stop: usize,
-    /// Bytes of a stop text.
+    /// Bytes of a stop text, and of a word that must not come.
     pub stop_bytes: usize,
     /// Entries of a logit bias, and of other lists of tokens.
     pub logit_bias: usize,

@@ -53,6 +53,10 @@ impl Backend for EngineBackend {
         self.handle.drain(timeout);
     }
 
+    fn forget_prefixes(&self) -> Result<()> {
+        self.handle.forget_prefixes().map(|_| ())
+    }
+
     fn stats(&self) -> Stats {
         self.handle.stats()
     }

@@ -5,7 +5,7 @@ use axum::response::{IntoResponse, Response};
 use schemars::JsonSchema;
 use serde::Serialize;
 
-/// Seconds after which a client may try again when the queue was full.
+/// Seconds after which a client may try again, where nothing better is known.
 const RETRY_AFTER: u64 = 1;
 
 /// A refusal or failure, as it goes to the client.
@@ -117,6 +117,14 @@ impl ApiError {
     }
 }
 
+impl ApiError {
+    /// The same, with `seconds` for a client to wait if it is one that a later try may not meet.
+    pub(crate) fn retry_after(mut self, seconds: u64) -> Self {
+        self.retry_after = self.retry_after.map(|_| seconds);
+        self
+    }
+}
+
 impl From<fir_engine::Error> for ApiError {
     fn from(error: fir_engine::Error) -> Self {
         use fir_engine::Error::{Busy, Request, Stopped};
@@ -137,7 +145,14 @@ impl From<fir_engine::Error> for ApiError {
 
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
-        let mut response = (self.status, axum::Json(self.body)).into_response();
+        self.with_body(&self.body)
+    }
+}
+
+impl ApiError {
+    /// The answer with its status and headers, in the words of `body`.
+    pub(crate) fn with_body(&self, body: &impl Serialize) -> Response {
+        let mut response = (self.status, axum::Json(body)).into_response();
         if let Some(seconds) = self.retry_after {
             response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
         }

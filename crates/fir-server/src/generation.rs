@@ -14,10 +14,12 @@ use crate::state::State;
 /// What an answer consists of, in the order it is made.
 #[derive(Debug)]
 pub(crate) enum Update {
+    /// What the tokens of a prompt, the so manyth of the request, had for log probabilities.
+    Prompt { prompt: usize, logprobs: Vec<TokenLogprobs> },
     /// A token of a choice, and what became certain with it.
     Token { choice: usize, pieces: Vec<Piece>, logprobs: Option<TokenLogprobs> },
-    /// A choice is done.
-    End { choice: usize, pieces: Vec<Piece>, length: bool },
+    /// A choice is done; `stop` is the number of the stop text that ended it, if one did.
+    End { choice: usize, pieces: Vec<Piece>, length: bool, stop: Option<usize> },
 }
 
 /// Tokens, summed over the choices.
@@ -40,6 +42,8 @@ pub(crate) struct Generation {
     n: usize,
     /// Choices that have not ended.
     open: usize,
+    /// Tokens of all prompts.
+    pub(crate) prompt: usize,
     _flight: InFlight,
     pub(crate) total: Total,
     peeked: Option<Result<Update>>,
@@ -59,6 +63,7 @@ impl Generation {
         let backend = state.backend()?.clone();
         let n = requests.first().map_or(1, |r| r.n);
         let open = n * requests.len();
+        let prompt = requests.iter().map(|r| r.prompt.len()).sum();
         let choice = || Choice { parser: parser.clone(), one_call, calls: 0, ended: false };
         let choices = (0..open).map(|_| choice()).collect();
         let (sender, events) = unbounded_channel();
@@ -73,6 +78,7 @@ impl Generation {
             choices,
             n,
             open,
+            prompt,
             _flight: flight,
             total,
             peeked: None,
@@ -80,7 +86,8 @@ impl Generation {
         for (i, request) in requests.into_iter().enumerate() {
             let sender = sender.clone();
             let sink = Box::new(move |event| sender.send((i, event)).is_ok());
-            let abort = this.backend.submit(request, sink)?;
+            let abort = this.backend.submit(request, sink);
+            let abort = abort.map_err(|e| ApiError::from(e).retry_after(state.retry_after()))?;
             this.aborts.push(abort);
         }
         Ok(this)
@@ -136,6 +143,7 @@ impl Generation {
     fn take(&mut self, request: usize, event: Event) -> Option<Result<Update>> {
         let at = |choice: usize| request * self.n + choice;
         match event {
+            Event::Prompt(logprobs) => Some(Ok(Update::Prompt { prompt: request, logprobs })),
             Event::Token { choice, text, logprobs, .. } => {
                 let choice = at(choice);
                 let state = self.choices.get_mut(choice)?;
@@ -145,7 +153,7 @@ impl Generation {
                 state.drop_calls(&mut pieces);
                 Some(Ok(Update::Token { choice, pieces, logprobs }))
             }
-            Event::Finished { choice, text, reason, usage } => {
+            Event::Finished { choice, text, reason, stop, usage } => {
                 let first = choice == 0;
                 let choice = at(choice);
                 let state = self.choices.get_mut(choice).filter(|c| !c.ended)?;
@@ -170,7 +178,7 @@ impl Generation {
                 state.parser.push(&text, &mut pieces);
                 state.parser.finish(&mut pieces);
                 state.drop_calls(&mut pieces);
-                Some(Ok(Update::End { choice, pieces, length: reason == Finish::Length }))
+                Some(Ok(Update::End { choice, pieces, length: reason == Finish::Length, stop }))
             }
             Event::Failed(why) => {
                 let error = match self.backend.health() {

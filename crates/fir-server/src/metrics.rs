@@ -61,6 +61,7 @@ impl Metrics {
             ("evicted_pages_total", "Pages taken from the prefix tree.", stats.evictions),
             ("restored_tokens_total", "Tokens whose KV came back from a tier.", stats.restored_tokens),
             ("cascade_groups_total", "Groups of sequences whose common prefix was read once.", stats.cascade_groups),
+            ("draft_branches_total", "Times that a second chain of guesses was the right one.", stats.branches_taken),
             ("kv_read_bytes_total", "Bytes of KV that attention read.", stats.kv_bytes_read),
             ("kv_flat_bytes_total", "Bytes of KV that it would have read without sharing.", stats.kv_bytes_flat),
             ("tier_stored_pages_total", "Pages that went to a tier.", stats.tier.stored),
@@ -149,6 +150,20 @@ impl Text {
                 "From a token to the next.",
                 &stats.between_tokens,
             ),
+            (
+                "prefill_seconds",
+                "request_prefill_time_seconds",
+                "From the first step to the first token.",
+                &stats.prefill,
+            ),
+            ("decode_seconds", "request_decode_time_seconds", "From the first token to the last.", &stats.decode),
+            (
+                "token_seconds",
+                "request_time_per_output_token_seconds",
+                "From a token to the next, as the mean of an answer.",
+                &stats.per_token,
+            ),
+            ("step_tokens", "iteration_tokens_total", "Tokens of a step of the engine.", &stats.step_tokens),
             ("request_seconds", "e2e_request_latency_seconds", "From submission to the end.", &stats.whole),
         ] {
             self.histogram(&name(own, theirs), help, histogram);
@@ -174,7 +189,7 @@ impl Text {
         let mut sum = 0;
         for (i, count) in histogram.counts.iter().enumerate() {
             sum += count;
-            let end = Histogram::BOUNDS.get(i).map_or_else(|| "+Inf".to_owned(), f64::to_string);
+            let end = histogram.bounds.get(i).map_or_else(|| "+Inf".to_owned(), f64::to_string);
             self.sample(&format!("{name}_bucket"), &format!("le=\"{end}\""), sum);
         }
         self.sample(&format!("{name}_sum"), "", histogram.sum);

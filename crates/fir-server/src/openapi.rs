@@ -6,6 +6,7 @@ use schemars::generate::SchemaSettings;
 use schemars::{JsonSchema, SchemaGenerator};
 use serde_json::{Map, Value, json};
 
+use crate::anthropic::messages;
 use crate::error::ErrorBody;
 use crate::openai::{chat, completions, plain, responses, types};
 use crate::params::Common;
@@ -95,6 +96,27 @@ fn document() -> Value {
         vec![common, schema::<responses::ResponseRequest>(types), schema::<responses::Ignored>(types)],
         &responses::FIELDS,
     );
+    let message_body = merged(
+        vec![
+            schema::<messages::MessagesRequest>(types),
+            schema::<messages::Answering>(types),
+            schema::<messages::Ignored>(types),
+        ],
+        &messages::FIELDS,
+    );
+    let counted = merged(
+        vec![schema::<messages::MessagesRequest>(types), schema::<messages::Ignored>(types)],
+        &messages::COUNTED,
+    );
+    let message = json!({
+        "type": "object",
+        "required": ["id", "type", "role", "model", "content", "stop_reason", "stop_sequence", "usage"],
+        "properties": {
+            "type": {"const": "message"},
+            "content": {"type": "array", "items": {"type": "object", "required": ["type"]}},
+            "stop_reason": {"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use"]},
+        },
+    });
     let tokenize = merged(vec![schema::<plain::TokenizeRequest>(types)], &plain::TOKENIZE);
     let detokenize = merged(vec![schema::<plain::DetokenizeRequest>(types)], &plain::DETOKENIZE);
     let embed = merged(vec![schema::<plain::EmbeddingRequest>(types)], &plain::EMBEDDINGS);
@@ -109,10 +131,21 @@ fn document() -> Value {
     });
     let post = |summary, ok, body| json!({"post": operation(summary, ok, Some(json_body(body)), true)});
     let get = |summary, ok, guarded| json!({"get": operation(summary, ok, None, guarded)});
+    // Errors have another form there.
+    let refused = |mut path: Value| {
+        for (status, answer) in path["post"]["responses"].as_object_mut().into_iter().flatten() {
+            if status != "200" {
+                answer["content"]["application/json"]["schema"]["$ref"] = json!("#/components/schemas/Refusal");
+            }
+        }
+        path
+    };
     let paths = json!({
         "/v1/chat/completions": post("Answers a conversation", streamed("The answer", schema::<types::ChatCompletion>(answers)), chat_body),
         "/v1/completions": post("Continues texts", streamed("The continuations", schema::<types::Completion>(answers)), text_body),
         "/v1/responses": post("Answers a conversation with a list of items", streamed("The answer", response), response_body),
+        "/v1/messages": refused(post("Answers a conversation in Anthropic's form", streamed("The answer", message), message_body)),
+        "/v1/messages/count_tokens": refused(post("Counts the tokens of a conversation", json_answer("The number", schema::<messages::Count>(answers)), counted)),
         "/v1/embeddings": post("Turns texts into vectors", json_answer("The vectors", schema::<plain::Embeddings>(answers)), embed),
         "/tokenize": post("Turns a text into tokens", json_answer("The tokens", schema::<plain::Tokens>(answers)), tokenize),
         "/detokenize": post("Turns tokens into a text", json_answer("The text", schema::<plain::Detokenized>(answers)), detokenize),
@@ -123,13 +156,17 @@ fn document() -> Value {
         },
         "/health": get("Whether the engine lives", text_answer("It does", "text/plain; charset=utf-8"), false),
         "/ready": get("Whether requests are taken", text_answer("They are", "text/plain; charset=utf-8"), false),
+        "/ping": get("Whether requests are taken", text_answer("They are", "text/plain; charset=utf-8"), false),
+        "/load": get("How many requests have not been answered", json_answer("The number", json!({"type": "object", "required": ["server_load"]})), false),
+        "/reset_prefix_cache": {"post": operation("Forgets cached prefixes", json!({"description": "They are forgotten"}), None, true)},
         "/metrics": get("Counters for Prometheus", text_answer("The counters", "text/plain; version=0.0.4; charset=utf-8"), false),
         "/version": get("The version", json_answer("The version", json!({"type": "object", "required": ["version"]})), false),
     });
-    let error = schema::<ErrorBody>(answers);
+    let (error, refusal) = (schema::<ErrorBody>(answers), schema::<messages::RefusalBody>(answers));
     let mut components = types.take_definitions(true);
     components.extend(answers.take_definitions(true));
     components.insert("Error".into(), error);
+    components.insert("Refusal".into(), refusal);
     json!({
         "openapi": "3.1.0",
         "info": {"title": "fir", "version": env!("CARGO_PKG_VERSION"), "license": {"name": "Apache-2.0"}},
@@ -172,7 +209,11 @@ mod tests {
     #[test]
     fn bodies_list_the_fields_that_are_read() {
         let document = document();
-        for (path, fields) in [("~1v1~1chat~1completions", &*chat::FIELDS), ("~1v1~1responses", &*responses::FIELDS)] {
+        for (path, fields) in [
+            ("~1v1~1chat~1completions", &*chat::FIELDS),
+            ("~1v1~1responses", &*responses::FIELDS),
+            ("~1v1~1messages", &*messages::FIELDS),
+        ] {
             let at = format!("/paths/{path}/post/requestBody/content/application~1json/schema/properties");
             let told = document.pointer(&at).and_then(Value::as_object).unwrap();
             assert_eq!(told.len(), fields.len(), "{path}");

@@ -3,12 +3,12 @@
 use std::collections::BTreeMap;
 use std::fmt::Display;
 
-use fir_engine::{Grammar, Sampling};
+use fir_engine::{Attention, Grammar, Sampling, Sparse};
 use schemars::JsonSchema;
 use serde::{Deserialize, Deserializer};
 use serde_json::Value;
 
-use crate::backend::ModelInfo;
+use crate::backend::{Backend, ModelInfo};
 use crate::config::Limits;
 use crate::error::{ApiError, Result};
 
@@ -71,14 +71,60 @@ pub(crate) struct Common {
     request_id: Option<String>,
     /// Taken and not used.
     user: Option<String>,
+    /// What tokens attend to; all before them by default.
+    #[serde(deserialize_with = "object")]
+    attention: Option<AttentionField>,
+    /// Words that must not come.
+    bad_words: Option<Vec<String>>,
+    /// The stop text that ended the answer is part of it.
+    include_stop_str_in_output: Option<bool>,
     /// Only true, as special tokens are never part of the text.
     skip_special_tokens: Option<bool>,
-    /// Only false.
-    include_stop_str_in_output: Option<bool>,
-    /// Only null.
+    /// Only null; `/v1/completions` tells them with `echo` and `logprobs`.
     prompt_logprobs: Option<usize>,
-    /// Only empty.
-    bad_words: Option<Vec<String>>,
+}
+
+/// What tokens attend to, for long texts.
+#[derive(Clone, Copy, Debug, Deserialize, JsonSchema)]
+#[serde(tag = "type", rename_all = "lowercase", deny_unknown_fields)]
+enum AttentionField {
+    /// The first and the last tokens, whatever lies between: a text of any length in the memory of these.
+    Streaming {
+        /// Tokens at the start that stay.
+        #[serde(default = "sinks")]
+        sinks: usize,
+        /// Tokens at the end that stay.
+        #[schemars(range(min = 1))]
+        window: usize,
+    },
+    /// Tokens of the prompt see some blocks of it; those of the answer see all.
+    Sparse {
+        /// Tokens of a block.
+        #[serde(default = "block")]
+        #[schemars(range(min = 1))]
+        block: usize,
+        /// Blocks at the start that all see.
+        #[serde(default = "one")]
+        sinks: usize,
+        /// Blocks before its own that a token sees.
+        local: usize,
+        /// Of those between, every so manyth; 0 is none.
+        #[serde(default)]
+        stride: usize,
+    },
+}
+
+/// As many first tokens as models lean on, by the paper on streaming.
+fn sinks() -> usize {
+    4
+}
+
+fn block() -> usize {
+    64
+}
+
+fn one() -> usize {
+    1
 }
 
 /// One text or several.
@@ -204,6 +250,7 @@ impl Common {
             stop_ids: self
                 .tokens("stop_token_ids", &self.stop_token_ids, limits.logit_bias, model)?
                 .unwrap_or_default(),
+            include_stop: self.include_stop_str_in_output.unwrap_or(false),
             ignore_eos: self.ignore_eos.unwrap_or(false),
             grammar: self.structured_outputs.as_ref().map(|s| s.grammar(limits)).transpose()?.flatten(),
             ..Sampling::default()
@@ -226,12 +273,49 @@ impl Common {
             "special tokens are never part of the text",
         )?;
         no(
-            "include_stop_str_in_output",
-            self.include_stop_str_in_output == Some(true),
-            "a stop text is never part of the text",
-        )?;
-        no("prompt_logprobs", self.prompt_logprobs.is_some(), "is not offered")?;
-        no("bad_words", self.bad_words.as_ref().is_some_and(|b| !b.is_empty()), "is not offered; use `logit_bias`")
+            "prompt_logprobs",
+            self.prompt_logprobs.is_some(),
+            "is not offered; /v1/completions tells them with `echo` and `logprobs`",
+        )
+    }
+
+    /// What tokens attend to.
+    pub(crate) fn attention(&self) -> Result<Attention> {
+        Ok(match self.attention {
+            None => Attention::Full,
+            Some(AttentionField::Streaming { sinks, window }) => {
+                Attention::Streaming { sinks, window: within("attention.window", window, 1, usize::MAX)? }
+            }
+            Some(AttentionField::Sparse { block, sinks, local, stride }) => {
+                let block = within("attention.block", block, 1, usize::MAX)?;
+                Attention::Sparse(Sparse { block, sinks, local, stride })
+            }
+        })
+    }
+
+    /// The tokens of words that must not come, at the start of a text and after a space.
+    pub(crate) fn bad_tokens(&self, backend: &dyn Backend, limits: &Limits) -> Result<Vec<Vec<u32>>> {
+        let words = self.bad_words.as_deref().unwrap_or_default();
+        if words.len() > limits.logit_bias {
+            let message =
+                format!("`bad_words` has {} entries, but at most {} are taken", words.len(), limits.logit_bias);
+            return Err(ApiError::invalid("bad_words", message));
+        }
+        let mut lists = Vec::with_capacity(2 * words.len());
+        for word in words {
+            if word.trim().is_empty() || word.len() > limits.stop_bytes {
+                let most = limits.stop_bytes;
+                let message = format!("`bad_words` has a word of {} bytes, but must be from 1 to {most}", word.len());
+                return Err(ApiError::invalid("bad_words", message));
+            }
+            for text in [word.trim_start().to_owned(), format!(" {}", word.trim_start())] {
+                lists.push(backend.encode(&text, false)?);
+            }
+        }
+        lists.retain(|list| !list.is_empty());
+        lists.sort_unstable();
+        lists.dedup();
+        Ok(lists)
     }
 
     fn stop(&self, limits: &Limits) -> Result<Vec<String>> {

@@ -67,6 +67,16 @@ impl State {
         self.draining.load(Ordering::SeqCst)
     }
 
+    /// Seconds after which a client may try again: when as many requests have ended as wait, if they take as long as those
+    /// before.
+    pub(crate) fn retry_after(&self) -> u64 {
+        let Ok(backend) = self.backend() else { return 1 };
+        let stats = backend.stats();
+        let mean = stats.whole.sum / stats.whole.count().max(1) as f64;
+        let rounds = stats.waiting as f64 / stats.running.max(1) as f64;
+        (mean * rounds).ceil().clamp(1.0, 60.0) as u64
+    }
+
     /// A name that no other request has.
     pub(crate) fn fresh_id(&self) -> String {
         let count = self.requests.fetch_add(1, Ordering::Relaxed);

@@ -1,22 +1,27 @@
-"""The official `openai` client against a server at $FIR_URL: the double (examples/double.rs) or a model.
+"""The official clients of OpenAI and Anthropic against a server at $FIR_URL: the double (examples/double.rs) or a model.
 
 What holds for any model is asked of both; what needs a script is asked of the double only (its model is `double`).
 """
 
+import asyncio
 import json
 import os
+import statistics
 import threading
 import time
 
+import anthropic
 import httpx
 import openai
 import pytest
-from openai import OpenAI
+from anthropic import Anthropic
+from openai import AsyncOpenAI, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import BaseModel
 
 URL = os.environ.get("FIR_URL", "http://127.0.0.1:8000")
 client = OpenAI(base_url=f"{URL}/v1", api_key=os.environ.get("FIR_KEY", "none"), max_retries=0, timeout=120)
+claude = Anthropic(base_url=URL, api_key=os.environ.get("FIR_KEY", "none"), max_retries=0, timeout=120)
 MODEL = client.models.list().data[0].id
 double = pytest.mark.skipif(MODEL != "double", reason="needs the double's script")
 HI = [{"role": "user", "content": "Say hello to the world in a few words."}]
@@ -117,6 +122,42 @@ def test_completions():
     assert len(lists.tokens) == len(lists.token_logprobs) == len(lists.text_offset) == 2
 
 
+def test_a_prompt_is_scored():
+    """As evaluation harnesses ask: the probability of each token of a text, and nothing more."""
+    text = "One, two, three, four"
+    ask = dict(model=MODEL, prompt=text, echo=True, logprobs=1, temperature=0)
+    scored = client.completions.create(**ask, max_tokens=0)
+    logprobs = scored.choices[0].logprobs
+    assert scored.choices[0].text == text and scored.usage.completion_tokens == 0
+    assert len(logprobs.tokens) == scored.usage.prompt_tokens and "".join(logprobs.tokens) == text
+    assert logprobs.token_logprobs[0] is None and all(p <= 0 for p in logprobs.token_logprobs[1:])
+    assert [text[at:].startswith(token) for at, token in zip(logprobs.text_offset, logprobs.tokens)]
+    more = client.completions.create(**ask, max_tokens=2).choices[0].logprobs
+    assert more.token_logprobs[1:-2] == pytest.approx(logprobs.token_logprobs[1:], abs=1e-5)
+    parts = [p.choices[0] for p in client.completions.create(**ask, max_tokens=2, stream=True)]
+    assert sum((p.logprobs.tokens for p in parts if p.logprobs), []) == more.tokens
+
+
+def test_the_best_of_several():
+    ask = dict(model=MODEL, prompt="The sky is", max_tokens=6, temperature=1.0, seed=3)
+    best = client.completions.create(**ask, n=1, best_of=4, logprobs=0)
+    assert len(best.choices) == 1 and best.usage.completion_tokens <= 24
+    mean = lambda c: statistics.mean(c.logprobs.token_logprobs)
+    all_four = client.completions.create(**ask, n=4, logprobs=0).choices
+    assert mean(best.choices[0]) == pytest.approx(max(map(mean, all_four)), abs=1e-4)
+
+
+def test_words_that_must_not_come_and_stop_texts_that_stay():
+    if MODEL == "double":
+        pytest.skip("needs a model")
+    text = chat(temperature=0, max_tokens=40).choices[0].message.content
+    word = text.split()[2].strip(".,!?")
+    other = chat(temperature=0, max_tokens=40, extra_body={"bad_words": [word]}).choices[0].message.content
+    assert word not in other
+    kept = chat(temperature=0, max_tokens=40, stop=[word], extra_body={"include_stop_str_in_output": True}).choices[0]
+    assert kept.message.content.endswith(word) and text.startswith(kept.message.content)
+
+
 def test_tokens_come_back():
     post = lambda path, body: httpx.post(f"{URL}{path}", json=body).json()
     text = "Grüße, 世界! 🌲 def f(x): return x"
@@ -201,6 +242,76 @@ def test_responses():
     )
     calls = [o for o in called.output if o.type == "function_call"]
     assert calls and calls[0].name == "get_weather" and json.loads(calls[0].arguments)
+    # Round: what it said, what the tool said, and on.
+    told = [{"role": "user", "content": "What is the weather in Oslo?"}, *called.output,
+            {"type": "function_call_output", "call_id": calls[0].call_id, "output": "7 degrees, rain"}]
+    final = client.responses.create(model=MODEL, input=told, tools=[tool], tool_choice="none", max_output_tokens=40)
+    assert final.output_text
+    parsed = client.responses.parse(
+        model=MODEL, input="It is 7 degrees in Oslo. Answer in JSON.", text_format=Place, max_output_tokens=64, temperature=0
+    )
+    assert isinstance(parsed.output_parsed, Place)
+
+
+def test_anthropic_s_client():
+    # Which has no word for it; the server has.
+    ask = dict(model=MODEL, max_tokens=24, messages=HI, extra_body={"temperature": 0})
+    message = claude.messages.create(**ask)
+    assert message.role == "assistant" and message.content[0].type == "text" and message.content[0].text
+    assert message.stop_reason in ("end_turn", "max_tokens") and message.usage.output_tokens > 0
+    count = claude.messages.count_tokens(model=MODEL, messages=HI).input_tokens
+    assert count == message.usage.input_tokens + message.usage.cache_read_input_tokens
+    with claude.messages.stream(**ask) as stream:
+        text = "".join(stream.text_stream)
+        assert text == stream.get_final_message().content[0].text == message.content[0].text
+    tool = {"name": "get_weather", "description": "The weather of a city", "input_schema": WEATHER["function"]["parameters"]}
+    ask = dict(ask, max_tokens=100, messages=[{"role": "user", "content": "What is the weather in Oslo?"}], tools=[tool])
+    called = claude.messages.create(**ask, tool_choice={"type": "tool", "name": "get_weather"})
+    call = called.content[-1]
+    assert called.stop_reason == "tool_use" and call.type == "tool_use" and isinstance(call.input["city"], str)
+    told = {"type": "tool_result", "tool_use_id": call.id, "content": "7 degrees, rain"}
+    past = [*ask["messages"], {"role": "assistant", "content": called.content}, {"role": "user", "content": [told]}]
+    final = claude.messages.create(**dict(ask, messages=past), tool_choice={"type": "none"})
+    assert final.content[0].text
+    shape = {"type": "json_schema", "schema": {**Place.model_json_schema(), "additionalProperties": False}}
+    written = claude.messages.create(**dict(ask, tools=[], messages=[{"role": "user", "content": "It is 7 degrees in Oslo."}]), output_config={"format": shape})
+    assert isinstance(Place.model_validate_json(written.content[0].text), Place)
+    with pytest.raises(anthropic.NotFoundError):
+        claude.messages.create(**dict(ask, model="another"))
+    with pytest.raises(anthropic.BadRequestError) as e:
+        claude.messages.create(**dict(ask, max_tokens=10**9))
+    assert e.value.body["error"]["type"] == "invalid_request_error"
+
+
+def test_64_streams_at_once():
+    """None is lost, none is mixed up with another; prints when first tokens came."""
+    patient = AsyncOpenAI(base_url=f"{URL}/v1", api_key=client.api_key, max_retries=12, timeout=300)
+
+    async def one(i):
+        begin, first, chunks = time.perf_counter(), None, []
+        stream = await patient.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": f"Count up from {i}."}], max_tokens=32, temperature=0,
+            stream=True, stream_options={"include_usage": True},
+        )
+        async for chunk in stream:
+            chunks.append(chunk)
+            if first is None and chunk.choices and chunk.choices[0].delta.content:
+                first = time.perf_counter() - begin
+        return first, time.perf_counter() - begin, chunks
+
+    async def all_of_them():
+        return await asyncio.gather(*(one(i) for i in range(64)))
+
+    begin = time.perf_counter()
+    answers = asyncio.run(all_of_them())
+    took = time.perf_counter() - begin
+    tokens = 0
+    for first, _, chunks in answers:
+        assert first is not None and len({c.id for c in chunks}) == 1
+        assert chunks[-1].usage and chunks[-2].choices[0].finish_reason in ("stop", "length")
+        tokens += chunks[-1].usage.completion_tokens
+    firsts = sorted(a[0] for a in answers)
+    print(f"\n64 streams: first token median {firsts[32]:.2f} s, last {firsts[-1]:.2f} s; {tokens} tokens in {took:.2f} s")
 
 
 def test_errors_are_the_clients_own():

@@ -66,6 +66,7 @@ def test_it_streams_and_counts(page):
     ask(page, "And once more?")
     expect(page.locator(".facts")).to_have_count(2)
     expect(page.get_by_role("button", name="Send")).to_be_visible(timeout=60_000)
+    assert [m["role"] for m in page.evaluate("messages")] == ["user", "assistant"] * 2
     shot(page, "chat")
     wide = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
     assert wide <= 0, "nothing may stick out sideways"
@@ -85,6 +86,18 @@ def test_it_stops(page):
 
 
 def test_markup_is_shown_and_not_run(page):
-    page.evaluate("show(document.querySelector('#empty'), 'a <img src=x onerror=alert(1)>\\n```js\\nlet x;\\n```\\nb')")
+    page.evaluate("show(document.querySelector('#empty'), 'a **very** <img src=x onerror=alert(1)>\\n```js\\nlet x;\\n```\\n`b`')")
     expect(page.locator("#empty img")).to_have_count(0)
     expect(page.locator("#empty pre")).to_have_text("let x;")
+    expect(page.locator("#empty b")).to_have_text("very")
+    expect(page.locator("#empty code")).to_have_text("b")
+
+
+def test_it_begins_with_a_suggestion(page):
+    page.get_by_role("button", name="Why is the sky blue?").click()
+    expect(page.locator(".user")).to_have_text("Why is the sky blue?")
+    expect(page.locator(".body")).not_to_be_empty(timeout=60_000)
+    page.get_by_role("button", name="New chat").click()
+    expect(page.get_by_role("button", name="Why is the sky blue?")).to_be_visible()
+    expect(page.get_by_role("button", name="Send")).to_be_visible(timeout=60_000)
+    assert page.evaluate("messages") == [], "what was cut off is no part of the new chat"

@@ -1,4 +1,5 @@
-//! `cargo xtask server`: OpenAI's Python client and a fuzzer against the server, over its double and over a model.
+//! `cargo xtask server`: the Python clients of OpenAI and Anthropic and a fuzzer against the server, over its double; with
+//! `--live` over a model too, and the chat page in a browser.
 
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -10,7 +11,7 @@ use anyhow::{Context, Result};
 use crate::step::{cargo, program};
 
 const VENV: &str = "target/server-venv";
-const PACKAGES: &str = "openai==3.49.0 schemathesis==4.32.5 prometheus-client==0.26.0 pytest==9.2.0 httpx==0.28.1";
+const PACKAGES: &str = "openai==3.49.0 anthropic==2.8.0 schemathesis==4.32.5 prometheus-client==0.26.0 pytest==9.2.0 httpx==0.28.1 playwright==1.65.0";
 
 /// A program that ends when this is dropped.
 struct Running(Child);
@@ -24,11 +25,12 @@ impl Drop for Running {
 
 /// The contract over the double, then what only a model can show, if `live`.
 pub(crate) fn run(live: bool) -> Result<()> {
-    // Made whole or not at all: an installation that was interrupted is made again.
-    if !Path::new(VENV).join("ready").exists() {
+    // Made whole or not at all: an installation that was interrupted, or is of other packages, is made again.
+    let ready = Path::new(VENV).join("ready");
+    if fs::read_to_string(&ready).ok().as_deref() != Some(PACKAGES) {
         program("python3", &format!("-m venv {VENV}")).run()?;
         program(&format!("{VENV}/bin/python"), &format!("-m pip install --quiet {PACKAGES}")).run()?;
-        fs::write(Path::new(VENV).join("ready"), PACKAGES)?;
+        fs::write(ready, PACKAGES)?;
     }
     let python = format!("{VENV}/bin/python");
     let pytest =
@@ -44,6 +46,8 @@ pub(crate) fn run(live: bool) -> Result<()> {
         program(&format!("{VENV}/bin/schemathesis"), &fuzz).run()?;
     }
     if live {
+        // As users have it: in the profile of tests a real model is slow.
+        cargo("build --quiet --release -p fir-cli").run()?;
         pytest("live.py").run()?;
     }
     Ok(())

@@ -63,6 +63,7 @@ pub(crate) fn stream(
                 let first = first.unwrap_or(last);
                 return Ok(Answer { text, usage, first: first - begin, rest: last - first, stopped });
             }
+            Event::Prompt(_) => {}
             Event::Failed(why) => return Err(Error::Stopped(why).into()),
         }
     }

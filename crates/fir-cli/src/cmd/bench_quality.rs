@@ -163,6 +163,7 @@ pub(crate) fn needle(options: &NeedleOptions, out: &mut impl Write) -> Result<bo
             for event in events {
                 match event {
                     Event::Token { text, .. } | Event::Finished { text, .. } => said += &text,
+                    Event::Prompt(_) => {}
                     Event::Failed(why) => bail!("{why}"),
                 }
             }

@@ -62,6 +62,7 @@ fn config(settings: &Settings) -> Result<Config> {
     let base = Config::default();
     Ok(Config {
         api_keys: settings.api_keys.clone(),
+        allow_origins: settings.allow_origins.clone(),
         drain: settings.drain.map_or(Ok(base.drain), |s| seconds("drain", s))?,
         queue_timeout: settings.queue_timeout.map(|s| seconds("queue-timeout", s)).transpose()?,
         vllm_metrics: settings.vllm_metrics.unwrap_or(base.vllm_metrics),

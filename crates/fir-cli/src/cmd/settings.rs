@@ -25,10 +25,14 @@ pub(crate) struct Settings {
     /// The port to listen on; 0 takes a free one
     #[arg(long)]
     pub(crate) port: Option<u16>,
-    /// A key that clients must show; may be given several times
+    /// A key that clients must show; may be given several times, or in FIR_API_KEY, where other users do not see it
     #[arg(long = "api-key")]
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(crate) api_keys: Vec<String>,
+    /// An origin whose pages may ask, or *; may be given several times
+    #[arg(long = "allow-origin")]
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(crate) allow_origins: Vec<String>,
     /// Threads to compute on; one for each core by default
     #[arg(long)]
     pub(crate) threads: Option<usize>,
@@ -74,6 +78,26 @@ pub(crate) struct Settings {
     /// Also tell metrics by vLLM's names
     #[arg(long, num_args = 0..=1, default_missing_value = "true")]
     pub(crate) vllm_metrics: Option<bool>,
+}
+
+/// What is done about settings that nobody has made.
+const UNSET: [(&str, &str); 9] = [
+    ("allow-origins", "browsers let only this server's page ask"),
+    ("api-keys", "anybody may ask"),
+    ("context", "as long as the model's own"),
+    ("disk-cache", "no KV goes to disk"),
+    ("disk-cache-size", "8GiB, if there is a disk-cache"),
+    ("memory", "half of what is free when it starts"),
+    ("name", "of the file, package or repository"),
+    ("queue-timeout", "requests wait as long as it takes"),
+    ("threads", "one for each core"),
+];
+
+/// Keys of clients, as the environment has them: with commas between.
+fn environment() -> Settings {
+    let keys = std::env::var("FIR_API_KEY").unwrap_or_default();
+    let keys = keys.split(',').map(str::trim).filter(|k| !k.is_empty());
+    Settings { api_keys: keys.map(str::to_owned).collect(), ..Settings::default() }
 }
 
 /// A number of bytes; written as a number, or with KiB, MiB or GiB (K, M, G for short).
@@ -135,7 +159,7 @@ pub(crate) struct Resolved {
     origins: Vec<(String, Value, String)>,
 }
 
-/// Flags over the file over `defaults`.
+/// Flags over the environment over the file over `defaults`.
 pub(crate) fn resolve(flags: &Settings, file: Option<&Path>, defaults: &Settings) -> Result<Resolved> {
     let mut layers = vec![("default".to_owned(), Table::try_from(defaults)?)];
     if let Some(path) = file {
@@ -143,6 +167,7 @@ pub(crate) fn resolve(flags: &Settings, file: Option<&Path>, defaults: &Settings
         let set: Settings = toml::from_str(&text).map_err(|e| anyhow!("{}: {e}", path.display()))?;
         layers.push((path.display().to_string(), Table::try_from(&set)?));
     }
+    layers.push(("FIR_API_KEY".to_owned(), Table::try_from(environment())?));
     layers.push(("command line".to_owned(), Table::try_from(flags)?));
     let mut merged = std::collections::BTreeMap::new();
     for (origin, table) in layers {
@@ -166,6 +191,9 @@ impl Resolved {
             };
             let line = if key == "api-keys" { format!("# {key}: {shown}") } else { format!("{key} = {shown}") };
             let _ = writeln!(text, "{line:<44} # {origin}");
+        }
+        for (key, what) in UNSET.iter().filter(|(key, _)| self.origins.iter().all(|(k, ..)| k != key)) {
+            let _ = writeln!(text, "{:<44} # not set: {what}", format!("# {key}"));
         }
         text
     }
@@ -203,6 +231,8 @@ mod tests {
         );
         let text = resolved.print();
         assert!(text.contains("port = 2 ") && text.contains("# command line"), "{text}");
+        assert!(text.contains("# threads ") && text.contains("# not set: one for each core"), "{text}");
+        assert!(!text.contains("# memory"), "{text}");
         assert!(text.contains("drain = 30.0") && text.contains("# default") && !text.contains("secret"), "{text}");
         // What is printed can be read back.
         let again: Settings = toml::from_str(&text).unwrap();

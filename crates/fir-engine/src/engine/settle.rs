@@ -27,9 +27,22 @@ impl Engine {
                 self.fail(work.id, why);
                 continue;
             }
+            if work.scored > 0 {
+                self.sched.seq_mut(work.id).scored += work.scored;
+            }
             if work.rows == 0 {
                 self.sched.advance(work.id, work.new, &[]);
                 continue;
+            }
+            let seq = self.sched.seq_mut(work.id);
+            seq.scored = seq.prompt;
+            if let Some(choice) = self.choices.get_mut(&work.id)
+                && let Some((_, scores)) = choice.scores.take()
+            {
+                let request = choice.request;
+                if !self.tell(request, Event::Prompt(scores)) {
+                    continue;
+                }
             }
             let seq = self.sched.seq_mut(work.id);
             let (drafts, other) = (std::mem::take(&mut seq.drafts), std::mem::take(&mut seq.branch.tokens));
@@ -81,7 +94,12 @@ impl Engine {
         if let Some(request) = self.requests.get(&choice.request) {
             match choice.last_token.replace(now) {
                 Some(last) => self.stats.between_tokens.observe((now - last).as_secs_f64()),
-                None => self.stats.first_token.observe((now - request.submitted).as_secs_f64()),
+                None => {
+                    choice.first_token = Some(now);
+                    self.stats.first_token.observe((now - request.submitted).as_secs_f64());
+                    let began = request.began.unwrap_or(request.submitted);
+                    self.stats.prefill.observe((now - began).as_secs_f64());
+                }
             }
         }
         self.stats.generated_tokens += 1;
@@ -97,18 +115,21 @@ impl Engine {
             }
         };
         let text = self.backend.text(&mut choice.text, id);
-        let (text, stopped) = if generated < choice.min_tokens { (text, false) } else { choice.stop.push(&text) };
+        let (text, stopped) = if generated < choice.min_tokens { (text, None) } else { choice.stop.push(text) };
         let logprobs = self.sampler.logprobs(row, choice.logprobs);
         let event = Event::Token { choice: choice.index, id, text, logprobs };
         let request = choice.request;
         if !self.tell(request, event) {
             return false;
         }
-        if stopped && let Some(choice) = self.choices.get_mut(&seq) {
+        if stopped.is_some()
+            && let Some(choice) = self.choices.get_mut(&seq)
+        {
             // Nothing after a stop text is part of the answer, half a character neither.
             choice.text = Detokenizer::default();
+            choice.stopped = stopped;
         }
-        if stopped || complete {
+        if stopped.is_some() || complete {
             self.end(seq, Finish::Stop);
             return false;
         }
@@ -138,13 +159,20 @@ impl Engine {
         let seq = self.remove(id);
         let usage = Usage { prompt: seq.prompt, cached: seq.cached, generated: seq.tokens.len() - seq.prompt };
         let text = choice.stop.finish() + &choice.text.finish();
+        if let (Some(first), Some(last)) = (choice.first_token, choice.last_token) {
+            let decode = (last - first).as_secs_f64();
+            self.stats.decode.observe(decode);
+            if usage.generated > 1 {
+                self.stats.per_token.observe(decode / (usage.generated - 1) as f64);
+            }
+        }
         *match reason {
             Finish::Stop => &mut self.stats.finished_stop,
             Finish::Length => &mut self.stats.finished_length,
             Finish::Aborted => &mut self.stats.aborted,
             Finish::Deadline => &mut self.stats.expired,
         } += 1;
-        let event = Event::Finished { choice: choice.index, text, reason, usage };
+        let event = Event::Finished { choice: choice.index, text, reason, stop: choice.stopped, usage };
         self.leave(choice.request, id, event);
     }
 

@@ -81,7 +81,7 @@ fn answers(events: Receiver<Event>) -> Result<Vec<Answer>, String> {
                 of.1 += &text;
                 of.2 = Some((reason, usage));
             }
-            Event::Failed(_) => unreachable!(),
+            Event::Prompt(_) | Event::Failed(_) => unreachable!(),
         }
     }
     let answer = |(tokens, text, end): Partial| {

@@ -232,6 +232,13 @@ impl Tree {
         }
     }
 
+    /// Forgets everything that lies in a tier; `gone` receives the keys.
+    pub(crate) fn forget_tiers(&mut self, gone: &mut Vec<u64>) {
+        while let Some(&id) = self.keys.values().next() {
+            self.drop_subtree(id, gone);
+        }
+    }
+
     fn node(&self, id: NodeId) -> &Node {
         self.nodes[id].as_ref().expect("a node that is in the tree")
     }

@@ -1,9 +1,9 @@
 //! [`KvCache`]: the pages of all layers.
 
-use bytemuck::cast_slice;
+use bytemuck::{cast_slice, cast_slice_mut};
 use fir::kv::{KvLayout as Nhd, PagedKv, PagedKvMut, PagedMla, PagedMlaMut};
 use fir::tensor::{E2m1x2, E4m3, E5m2};
-use fir::{DType, Tensor};
+use fir::{DType, TensorMut, TensorRef};
 use half::{bf16, f16};
 
 use crate::error::{Error, Result};
@@ -75,7 +75,7 @@ pub struct KvCache {
     pages: usize,
     page_size: usize,
     /// Per layer: keys and values (or the latent vector and its rotary part), and for NVFP4 their scales.
-    layers: Vec<Vec<Tensor>>,
+    layers: Vec<Vec<Block>>,
 }
 
 impl KvCache {
@@ -90,12 +90,11 @@ impl KvCache {
         let shapes = shapes(layout, kv_type)?;
         let layer = || {
             let tensors = shapes.iter().map(|(dtype, per_token)| {
-                let shape: Vec<usize> = [pages, page_size].iter().chain(per_token).copied().collect();
-                Tensor::zeros(*dtype, &shape)
+                Block::zeros(*dtype, [pages, page_size].iter().chain(per_token).copied().collect())
             });
-            tensors.collect::<fir::Result<Vec<_>>>()
+            tensors.collect::<Result<Vec<_>>>()
         };
-        let layers = (0..model.config().layers).map(|_| layer()).collect::<fir::Result<Vec<_>>>()?;
+        let layers = (0..model.config().layers).map(|_| layer()).collect::<Result<Vec<_>>>()?;
         Ok(Self { layout, kv_type, pages, page_size, layers })
     }
 
@@ -110,7 +109,7 @@ impl KvCache {
 
     /// Bytes of a page in all layers together: what [`Self::read_page`] and [`Self::write_page`] take.
     pub fn page_bytes(&self) -> usize {
-        self.layers.iter().flatten().map(|t| bytes(t).len() / self.pages.max(1)).sum()
+        self.layers.iter().flatten().map(|b| b.bytes / self.pages.max(1)).sum()
     }
 
     /// Pages of the pool.
@@ -143,8 +142,8 @@ impl KvCache {
             return Err(Error::Config(format!("{tokens} tokens of a page of {}", self.page_size)));
         }
         let (pages, page_size) = (self.pages, self.page_size);
-        for t in self.layers.iter_mut().flatten() {
-            let all = bytes_mut(t);
+        for block in self.layers.iter_mut().flatten() {
+            let all = block.bytes_mut();
             let page = all.len() / pages;
             all.copy_within(from * page..from * page + page / page_size * tokens, to * page);
         }
@@ -156,9 +155,9 @@ impl KvCache {
         let page = self.check(page)?;
         self.check_len(to.len())?;
         let mut at = 0;
-        for t in self.layers.iter().flatten() {
-            let each = bytes(t).len() / self.pages;
-            to[at..at + each].copy_from_slice(&bytes(t)[page * each..(page + 1) * each]);
+        for block in self.layers.iter().flatten() {
+            let each = block.bytes / self.pages;
+            to[at..at + each].copy_from_slice(&block.bytes()[page * each..(page + 1) * each]);
             at += each;
         }
         Ok(())
@@ -169,8 +168,8 @@ impl KvCache {
         let page = self.check(page)?;
         self.check_len(from.len())?;
         let (mut at, pages) = (0, self.pages);
-        for t in self.layers.iter_mut().flatten() {
-            let all = bytes_mut(t);
+        for block in self.layers.iter_mut().flatten() {
+            let all = block.bytes_mut();
             let each = all.len() / pages;
             all[page * each..(page + 1) * each].copy_from_slice(&from[at..at + each]);
             at += each;
@@ -195,27 +194,29 @@ impl KvCache {
 
     pub(super) fn heads(&self, layer: usize) -> Result<PagedKv<'_>> {
         Ok(match &self.layers[layer][..] {
-            [k, v] => PagedKv::new(k.view(), v.view(), Nhd::Nhd)?,
-            [k, v, ks, vs] => PagedKv::nvfp4(k.view(), v.view(), ks.view(), vs.view(), Nhd::Nhd)?,
+            [k, v] => PagedKv::new(k.view()?, v.view()?, Nhd::Nhd)?,
+            [k, v, ks, vs] => PagedKv::nvfp4(k.view()?, v.view()?, ks.view()?, vs.view()?, Nhd::Nhd)?,
             _ => return Err(Error::Config("a cache without keys".into())),
         })
     }
 
     pub(super) fn heads_mut(&mut self, layer: usize) -> Result<PagedKvMut<'_>> {
         Ok(match &mut self.layers[layer][..] {
-            [k, v] => PagedKvMut::new(k.view_mut(), v.view_mut(), Nhd::Nhd)?,
-            [k, v, ks, vs] => PagedKvMut::nvfp4(k.view_mut(), v.view_mut(), ks.view_mut(), vs.view_mut(), Nhd::Nhd)?,
+            [k, v] => PagedKvMut::new(k.view_mut()?, v.view_mut()?, Nhd::Nhd)?,
+            [k, v, ks, vs] => {
+                PagedKvMut::nvfp4(k.view_mut()?, v.view_mut()?, ks.view_mut()?, vs.view_mut()?, Nhd::Nhd)?
+            }
             _ => return Err(Error::Config("a cache without keys".into())),
         })
     }
 
     pub(super) fn latent(&self, layer: usize) -> Result<PagedMla<'_>> {
-        Ok(PagedMla::new(self.layers[layer][0].view(), self.layers[layer][1].view())?)
+        Ok(PagedMla::new(self.layers[layer][0].view()?, self.layers[layer][1].view()?)?)
     }
 
     pub(super) fn latent_mut(&mut self, layer: usize) -> Result<PagedMlaMut<'_>> {
         match &mut self.layers[layer][..] {
-            [ckv, kpe] => Ok(PagedMlaMut::new(ckv.view_mut(), kpe.view_mut())?),
+            [ckv, kpe] => Ok(PagedMlaMut::new(ckv.view_mut()?, kpe.view_mut()?)?),
             _ => Err(Error::Config("a latent cache without scales was expected".into())),
         }
     }
@@ -247,27 +248,63 @@ fn shapes(layout: KvLayout, kv_type: KvType) -> Result<Vec<(DType, Vec<usize>)>>
     })
 }
 
-/// The memory of a cache's tensor, whose type is one of [`KvType`]'s.
-fn bytes(t: &Tensor) -> &[u8] {
-    let b = match t.dtype() {
-        DType::F32 => t.as_slice::<f32>().map(cast_slice),
-        DType::F16 => t.as_slice::<f16>().map(cast_slice),
-        DType::BF16 => t.as_slice::<bf16>().map(cast_slice),
-        DType::E4M3 => t.as_slice::<E4m3>().map(cast_slice),
-        DType::E5M2 => t.as_slice::<E5m2>().map(cast_slice),
-        _ => t.as_slice::<E2m1x2>().map(cast_slice),
-    };
-    b.unwrap_or(&[])
+/// A layer's keys or values. The system gives memory of zeros when it is first written: a pool of half the machine is there
+/// at once, where writing zeros to it would take seconds, and what no sequence has used is nobody's yet.
+struct Block {
+    words: Vec<u32>,
+    /// Where it begins: at a line of the cache, as rows are read by whole ones.
+    from: usize,
+    bytes: usize,
+    dtype: DType,
+    shape: Vec<usize>,
 }
 
-fn bytes_mut(t: &mut Tensor) -> &mut [u8] {
-    let b = match t.dtype() {
-        DType::F32 => t.as_mut_slice::<f32>().map(bytemuck::cast_slice_mut),
-        DType::F16 => t.as_mut_slice::<f16>().map(bytemuck::cast_slice_mut),
-        DType::BF16 => t.as_mut_slice::<bf16>().map(bytemuck::cast_slice_mut),
-        DType::E4M3 => t.as_mut_slice::<E4m3>().map(bytemuck::cast_slice_mut),
-        DType::E5M2 => t.as_mut_slice::<E5m2>().map(bytemuck::cast_slice_mut),
-        _ => t.as_mut_slice::<E2m1x2>().map(bytemuck::cast_slice_mut),
-    };
-    b.unwrap_or_default()
+/// Bytes of a line of the CPU's cache.
+const LINE: usize = 64;
+
+impl Block {
+    fn zeros(dtype: DType, shape: Vec<usize>) -> Result<Self> {
+        let too_much =
+            || Error::Config(format!("a KV pool of {shape:?} {dtype} in each layer: there is no memory for it"));
+        let bytes = shape.iter().try_fold(dtype.size(), |n, &d| n.checked_mul(d)).ok_or_else(too_much)?;
+        let words = bytes.div_ceil(4) + LINE / 4;
+        // `vec!` ends the process where this is an error.
+        Vec::<u32>::new().try_reserve_exact(words).map_err(|_| too_much())?;
+        let words = vec![0; words];
+        let from = words.as_ptr().align_offset(LINE);
+        Ok(Self { from: if from < LINE / 4 { from } else { 0 }, words, bytes, dtype, shape })
+    }
+
+    fn bytes(&self) -> &[u8] {
+        &cast_slice(&self.words[self.from..])[..self.bytes]
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        &mut cast_slice_mut(&mut self.words[self.from..])[..self.bytes]
+    }
+
+    fn view(&self) -> Result<TensorRef<'_>> {
+        let (bytes, shape) = (self.bytes(), &self.shape[..]);
+        Ok(match self.dtype {
+            DType::F32 => TensorRef::new::<f32>(cast_slice(bytes), shape),
+            DType::F16 => TensorRef::new::<f16>(cast_slice(bytes), shape),
+            DType::BF16 => TensorRef::new::<bf16>(cast_slice(bytes), shape),
+            DType::E4M3 => TensorRef::new::<E4m3>(cast_slice(bytes), shape),
+            DType::E5M2 => TensorRef::new::<E5m2>(cast_slice(bytes), shape),
+            _ => TensorRef::new::<E2m1x2>(cast_slice(bytes), shape),
+        }?)
+    }
+
+    fn view_mut(&mut self) -> Result<TensorMut<'_>> {
+        let (dtype, shape) = (self.dtype, &self.shape[..]);
+        let bytes: &mut [u8] = &mut cast_slice_mut(&mut self.words[self.from..])[..self.bytes];
+        Ok(match dtype {
+            DType::F32 => TensorMut::new::<f32>(cast_slice_mut(bytes), shape),
+            DType::F16 => TensorMut::new::<f16>(cast_slice_mut(bytes), shape),
+            DType::BF16 => TensorMut::new::<bf16>(cast_slice_mut(bytes), shape),
+            DType::E4M3 => TensorMut::new::<E4m3>(cast_slice_mut(bytes), shape),
+            DType::E5M2 => TensorMut::new::<E5m2>(cast_slice_mut(bytes), shape),
+            _ => TensorMut::new::<E2m1x2>(cast_slice_mut(bytes), shape),
+        }?)
+    }
 }

@@ -2,7 +2,7 @@
 
 use super::cost::Load;
 use super::group::{self, Member};
-use super::{CHUNK, STREAM, Scheduler, Seq, SeqId, Step, Work};
+use super::{CHUNK, STREAM, Scheduler, Seq, SeqId, Step, Work, scored_rows};
 use crate::request::Attention;
 use crate::runner::{self, Batch, Rule, Shared};
 
@@ -41,8 +41,11 @@ impl Scheduler {
         }
         share[0].1 += left.min(self.seq(first).pending() - share[0].1);
         let alone = works.is_empty();
+        let mut scored_left = scored_rows(self.limits.page_size);
         for (id, take) in share {
             let seq = self.seq(id);
+            let scores = seq.scored < seq.prompt;
+            let take = if scores { take.min(scored_left + seq.scored.saturating_sub(seq.computed)) } else { take };
             let mut new = take;
             if let Attention::Streaming { sinks, window } = seq.attention {
                 // To the end of a block, and further only while nothing is dropped on the way; tokens of an answer that are
@@ -59,8 +62,12 @@ impl Scheduler {
             }
             if new > 0 {
                 let rows = usize::from(new == seq.pending());
-                *load = load.plus(Load::of(seq.held(), new, rows));
-                works.push(Work { id, new, rows, branch_rows: 0 });
+                // Up to the last but one: the row of the last gives the answer's first token.
+                let end = (seq.computed + new).min(seq.prompt - 1);
+                let scored = if scores { end.saturating_sub(seq.computed.max(seq.scored)) } else { 0 };
+                scored_left -= scored;
+                *load = load.plus(Load::of(seq.held(), new, rows + scored));
+                works.push(Work { id, new, rows, branch_rows: 0, scored });
             }
         }
     }
@@ -116,14 +123,23 @@ impl Scheduler {
     /// they are drawn one by one: guesses and what is computed again then have the very bits of the first time. (A
     /// layer stores the KV of all its tokens before it attends, so that each sees those before.)
     pub(crate) fn batch<'a>(&'a self, step: &Step) -> Built<'a> {
-        let mut built = Built { tokens: Vec::with_capacity(step.load.tokens), ..Built::default() };
+        // A sequence for each prompt, and for each token of an answer, which has a row of logits.
+        let rows = step.load.rows;
+        let mut built = Built {
+            tokens: Vec::with_capacity(step.load.tokens),
+            seqs: Vec::with_capacity(rows + step.works.len()),
+            logits: Vec::with_capacity(rows),
+            shared: Vec::with_capacity(step.shared.len()),
+        };
         let mut starts = Vec::with_capacity(step.works.len() + 1);
         for work in &step.works {
             starts.push(built.seqs.len());
             let seq = self.seq(work.id);
             let (past, end, dropped) = (seq.computed, seq.computed + work.new, seq.dropped);
             built.tokens.extend(seq.tokens[past..].iter().chain(&seq.drafts).take(work.new));
-            built.logits.extend((built.tokens.len() - work.rows..built.tokens.len()).map(|row| row as u32));
+            built
+                .logits
+                .extend((built.tokens.len() - work.rows - work.scored..built.tokens.len()).map(|row| row as u32));
             let prompt = end.min(seq.prompt);
             let rule = match seq.attention {
                 Attention::Streaming { .. } => Rule::Streaming,

@@ -38,6 +38,12 @@ const CHUNK: usize = 9;
 /// Prompts of streaming sequences are computed up to multiples of this, whatever the batch: what a token sees of those
 /// before depends on where its chunk began.
 const STREAM: usize = 64;
+/// Rows of logits in a step for tokens of prompts, of which the probability is asked for: as many as the shortest chunk that
+/// a step gives a prompt, so that there is always one that fits.
+pub(crate) fn scored_rows(page_size: usize) -> usize {
+    (2 * (CHUNK + page_size)).max(64)
+}
+
 /// Waiting sequences looked at in a step beyond those that are admitted.
 const LOOK: usize = 64;
 
@@ -72,6 +78,8 @@ pub(crate) struct Seq {
     pub cached: usize,
     /// It has run.
     pub started: bool,
+    /// Tokens of the prompt that need no row of logits any more, that of the next being known or not asked for.
+    pub scored: usize,
     /// Guesses at what follows `tokens`, to be verified in the next step.
     pub drafts: Vec<u32>,
     /// Other guesses, in pages of their own.
@@ -104,6 +112,7 @@ impl Seq {
     pub(crate) fn new(prompt: Vec<u32>, max_len: usize, salt: u64, deadline: Option<Instant>) -> Self {
         Self {
             prompt: prompt.len(),
+            scored: prompt.len(),
             tokens: prompt,
             max_len,
             salt,
@@ -145,6 +154,8 @@ pub(crate) struct Work {
     pub rows: usize,
     /// Tokens of the sequence's branch, which come after that, each with logits, behind its last token again.
     pub branch_rows: usize,
+    /// Tokens before the last `rows` that have logits too: of a prompt.
+    pub scored: usize,
 }
 
 /// What a step runs.
@@ -333,7 +344,7 @@ impl Scheduler {
     /// Chooses what the next step runs. Nothing runs if it is empty.
     pub(crate) fn schedule(&mut self, backend: &mut Backend) -> Result<Step> {
         self.forget_lost();
-        let mut works = Vec::new();
+        let mut works = Vec::with_capacity(self.limits.max_seqs);
         let mut load = Load::default();
         let mut order = self.running.clone();
         order.sort_unstable_by_key(|&id| self.seq(id).place);
@@ -348,7 +359,7 @@ impl Scheduler {
             if branch_rows > 0 {
                 load = load.plus(Load::of(seq.held(), 1 + branch_rows, branch_rows));
             }
-            works.push(Work { id, new, rows: new, branch_rows });
+            works.push(Work { id, new, rows: new, branch_rows, scored: 0 });
         }
         let decoders = works.len();
         let mut most = self.limits.max_tokens.saturating_sub(load.tokens);
@@ -364,7 +375,7 @@ impl Scheduler {
         // Those that came back with all their pages go on where they were.
         for &id in self.running[before..].iter().filter(|&&id| self.seq(id).decoding()) {
             load = load.plus(Load::of(self.seq(id).held(), 1, 1));
-            works.push(Work { id, new: 1, rows: 1, branch_rows: 0 });
+            works.push(Work { id, new: 1, rows: 1, branch_rows: 0, scored: 0 });
             most = most.saturating_sub(1);
         }
         self.split(most, &mut works, &mut load);
@@ -447,7 +458,8 @@ impl Scheduler {
     /// prompt all or no more than leaves a chunk of [`CHUNK`].
     fn knowable(&self, id: SeqId) -> usize {
         let seq = self.seq(id);
-        if !seq.attention.shares() {
+        // What was asked about the prompt's tokens comes out of computing them.
+        if !seq.attention.shares() || seq.scored < seq.prompt {
             return 0;
         }
         if seq.tokens.len() > seq.prompt {

@@ -75,6 +75,19 @@ impl Scheduler {
         pages.into_iter().for_each(|page| self.pool.free(page));
     }
 
+    /// Forgets prefixes that nobody holds, wherever they lie; returns how many pages came free.
+    pub(crate) fn forget_prefixes(&mut self) -> usize {
+        let (mut gone, mut pages) = (Vec::new(), 0);
+        while let Some(page) = self.tree.evict(None, &mut gone) {
+            self.pool.free(page);
+            pages += 1;
+        }
+        // What is left in a tier lies below a page that somebody holds.
+        self.tree.forget_tiers(&mut gone);
+        self.discard(&gone);
+        pages
+    }
+
     pub(super) fn available(&self) -> usize {
         self.pool.available() + self.tree.evictable()
     }

@@ -10,7 +10,6 @@ use schemars::JsonSchema;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
-use super::conversation::{Conversation, Function, ToolChoice, blocking, served};
 use super::messages::{ChatMessage, template_messages};
 use super::types::{
     ChatChoice, ChatChunk, ChatCompletion, ChatLogprob, ChatLogprobs, ChunkChoice, Delta, FINGERPRINT, FinishReason,
@@ -19,6 +18,7 @@ use super::types::{
 use crate::asked::Asked;
 use crate::backend::Backend;
 use crate::config::Limits;
+use crate::conversation::{Conversation, Function, ToolChoice, blocking, served, set_effort};
 use crate::error::{ApiError, Result};
 use crate::generation::{Generation, Update};
 use crate::params::{Common, fields, part, schema_text, within};
@@ -189,11 +189,7 @@ impl ChatRequest {
         };
         let mut extra = self.chat_template_kwargs.unwrap_or_default();
         if let Some(effort) = self.reasoning_effort {
-            // The word of OpenAI, and that of Qwen's templates.
-            if effort == "none" {
-                extra.entry("enable_thinking").or_insert(Value::Bool(false));
-            }
-            extra.entry("reasoning_effort").or_insert(Value::String(effort));
+            set_effort(&mut extra, effort);
         }
         let max_tokens = match self.max_completion_tokens {
             None => ("max_tokens", self.max_tokens),
@@ -271,13 +267,15 @@ async fn collect(mut generation: Generation, head: Head, choices: usize) -> Resu
     let mut answers: Vec<ChatChoice> = (0..choices).map(empty).collect();
     while let Some(update) = generation.next().await {
         let (choice, pieces) = match update? {
+            // Nobody has asked.
+            Update::Prompt { .. } => continue,
             Update::Token { choice, pieces, logprobs } => {
                 if let (Some(to), Some(of)) = (&mut answers[choice].logprobs, &logprobs) {
                     to.content.push(ChatLogprob::new(head.backend.as_ref(), of));
                 }
                 (choice, pieces)
             }
-            Update::End { choice, pieces, length } => {
+            Update::End { choice, pieces, length, .. } => {
                 if length {
                     answers[choice].finish_reason = FinishReason::Length;
                 }
@@ -384,6 +382,7 @@ impl Encode for ChatStream {
                     self.delta(index, delta, &mut None, out);
                 }
             }
+            Step::Update(Update::Prompt { .. }) => {}
             Step::Update(Update::Token { choice, pieces, logprobs }) => {
                 let content = |of| ChatLogprobs {
                     content: vec![ChatLogprob::new(self.head.backend.as_ref(), of)],
@@ -397,7 +396,7 @@ impl Encode for ChatStream {
                     self.delta(choice, delta, &mut logprobs, out);
                 }
             }
-            Step::Update(Update::End { choice: index, pieces, length }) => {
+            Step::Update(Update::End { choice: index, pieces, length, .. }) => {
                 self.pieces(index, pieces, &mut None, out);
                 let finish_reason = Some(match length {
                     true => FinishReason::Length,

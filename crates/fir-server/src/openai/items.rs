@@ -1,7 +1,12 @@
 //! The items of a response, and the events that tell of them as they grow.
 
+use std::sync::Arc;
+
+use fir_engine::TokenLogprobs;
 use serde_json::{Map, Value, json};
 
+use super::types::ChatLogprob;
+use crate::backend::Backend;
 use crate::error::ErrorObject;
 use crate::generation::{Total, Update};
 use crate::parse::Piece;
@@ -12,6 +17,7 @@ pub(crate) struct Head {
     pub(crate) id: String,
     pub(crate) model: String,
     pub(crate) created: u64,
+    pub(crate) backend: Arc<dyn Backend>,
     /// Fields of the request that the answer repeats.
     pub(crate) echo: Map<String, Value>,
 }
@@ -22,6 +28,8 @@ pub(crate) struct Items {
     head: Head,
     done: Vec<Value>,
     open: Option<Open>,
+    /// Log probabilities of tokens whose text is not certain yet.
+    logprobs: Vec<Value>,
     /// Events so far.
     events: usize,
     cut: bool,
@@ -34,6 +42,7 @@ struct Open {
     /// Of a call.
     name: String,
     text: String,
+    logprobs: Vec<Value>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -65,7 +74,9 @@ impl Open {
     fn part(&self) -> Option<Value> {
         match self.kind {
             Kind::Reasoning => Some(json!({"type": "reasoning_text", "text": self.text})),
-            Kind::Message => Some(json!({"type": "output_text", "text": self.text, "annotations": [], "logprobs": []})),
+            Kind::Message => {
+                Some(json!({"type": "output_text", "text": self.text, "annotations": [], "logprobs": self.logprobs}))
+            }
             Kind::Call => None,
         }
     }
@@ -82,12 +93,12 @@ impl Open {
 
 impl Items {
     pub(crate) fn new(head: Head) -> Self {
-        Self { head, done: Vec::new(), open: None, events: 0, cut: false }
+        Self { head, done: Vec::new(), open: None, logprobs: Vec::new(), events: 0, cut: false }
     }
 
     /// The response as it is now: in progress without `total`, failed with `error`.
     pub(crate) fn response(&self, total: Option<Total>, error: Option<&ErrorObject>) -> Value {
-        let Head { id, model, created, echo } = &self.head;
+        let Head { id, model, created, echo, .. } = &self.head;
         let status = match (error, total) {
             (Some(_), _) => "failed",
             (None, None) => "in_progress",
@@ -118,6 +129,15 @@ impl Items {
         *out += &format!("event: {kind}\ndata: {value}\n\n");
     }
 
+    /// Adds a token and the pieces of text that became certain with it.
+    pub(crate) fn token(&mut self, pieces: Vec<Piece>, logprobs: Option<&TokenLogprobs>, out: &mut String) {
+        if let Some(of) = logprobs {
+            let value = serde_json::to_value(ChatLogprob::new(self.head.backend.as_ref(), of));
+            self.logprobs.push(value.unwrap_or_default());
+        }
+        self.pieces(pieces, out);
+    }
+
     /// Adds pieces of the text, with the events that tell of it.
     pub(crate) fn pieces(&mut self, pieces: Vec<Piece>, out: &mut String) {
         for piece in pieces {
@@ -141,7 +161,7 @@ impl Items {
         self.end_item("completed", out);
         let number = self.done.len();
         let id = format!("{prefix}_{}{number:02x}", self.head.id.strip_prefix("resp-").unwrap_or(&self.head.id));
-        let open = Open { kind, id, name, text: String::new() };
+        let open = Open { kind, id, name, text: String::new(), logprobs: Vec::new() };
         let (item, part, id) = (open.value("in_progress", None), open.part(), open.id.clone());
         self.event(out, "response.output_item.added", json!({"output_index": number, "item": item}));
         if let Some(part) = part {
@@ -155,13 +175,16 @@ impl Items {
         let number = self.done.len();
         let Some(open) = &mut self.open else { return };
         open.text += text;
+        // Only what is answered has them, not what is thought or called.
+        let logprobs = std::mem::take(&mut self.logprobs);
         let kind = format!("response.{}.delta", open.event());
         let mut value = json!({"item_id": open.id, "output_index": number, "delta": text});
         if open.kind != Kind::Call {
             value["content_index"] = json!(0);
         }
         if open.kind == Kind::Message {
-            value["logprobs"] = json!([]);
+            open.logprobs.extend(logprobs.iter().cloned());
+            value["logprobs"] = Value::Array(logprobs);
         }
         self.event(out, &kind, value);
     }
@@ -179,7 +202,7 @@ impl Items {
             value["content_index"] = json!(0);
         }
         if open.kind == Kind::Message {
-            value["logprobs"] = json!([]);
+            value["logprobs"] = json!(open.logprobs);
         }
         self.event(out, &format!("response.{}.done", open.event()), value);
         let part = open.part();
@@ -213,7 +236,8 @@ impl Encode for Items {
                     self.event(out, kind, json!({"response": response}));
                 }
             }
-            Step::Update(Update::Token { pieces, .. }) => self.pieces(pieces, out),
+            Step::Update(Update::Prompt { .. }) => {}
+            Step::Update(Update::Token { pieces, logprobs, .. }) => self.token(pieces, logprobs.as_ref(), out),
             Step::Update(Update::End { pieces, length, .. }) => {
                 self.pieces(pieces, out);
                 self.close(out, length);

@@ -2,7 +2,6 @@
 
 pub(crate) mod chat;
 pub(crate) mod completions;
-mod conversation;
 mod items;
 mod messages;
 pub(crate) mod plain;

@@ -11,10 +11,10 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use super::completions::Prompt;
-use super::conversation::{blocking, served};
 use super::messages::ChatMessages;
 use crate::asked::Asked;
 use crate::backend::ModelInfo;
+use crate::conversation::{blocking, served};
 use crate::error::{ApiError, Result};
 use crate::params::{fields, part};
 use crate::state::State;

@@ -11,14 +11,14 @@ use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use super::chat::ToolMode;
-use super::conversation::{Conversation, Function, ToolChoice, blocking, served};
 use super::items::{Head, Items};
 use super::messages::Content;
 use crate::asked::Asked;
 use crate::config::Limits;
+use crate::conversation::{Conversation, Function, ToolChoice, blocking, served, set_effort};
 use crate::error::{ApiError, Result};
 use crate::generation::Update;
-use crate::params::{Common, fields, part, schema_text};
+use crate::params::{Common, fields, part, schema_text, within};
 use crate::state::{State, now};
 use crate::stream;
 
@@ -34,6 +34,11 @@ pub(crate) struct ResponseRequest {
     tool_choice: Option<ToolChoiceField>,
     parallel_tool_calls: Option<bool>,
     text: Option<TextField>,
+    /// `message.output_text.logprobs` is the log probabilities of the answer's tokens; other words are taken and not used.
+    include: Option<Vec<String>>,
+    /// Alternatives with a log probability.
+    #[schemars(range(min = 0, max = 20))]
+    top_logprobs: Option<usize>,
     reasoning: Option<Reasoning>,
     /// Only null: nothing is stored.
     previous_response_id: Option<String>,
@@ -49,7 +54,6 @@ pub(crate) struct ResponseRequest {
 #[derive(Debug, Deserialize, JsonSchema)]
 #[expect(dead_code, reason = "clients send them")]
 pub(crate) struct Ignored {
-    include: Option<Vec<String>>,
     max_tool_calls: Option<usize>,
     metadata: Option<Map<String, Value>>,
     prompt_cache_key: Option<String>,
@@ -61,7 +65,7 @@ pub(crate) struct Ignored {
 }
 
 /// The fields of [`Common`] that are no part of this interface.
-const NOT_HERE: [&str; 4] = ["n", "stop", "logprobs", "stream_options"];
+const NOT_HERE: [&str; 2] = ["n", "stop"];
 
 /// Every field of a response.
 pub(crate) static FIELDS: LazyLock<Map<String, Value>> = LazyLock::new(|| {
@@ -133,7 +137,7 @@ struct Reasoning {
 }
 
 pub(crate) async fn handle(Shared(state): Shared<Arc<State>>, asked: Asked) -> Result<Response> {
-    let (_, model) = served(&state)?;
+    let (backend, model) = served(&state)?;
     asked.known(&FIELDS)?;
     let common: Common = part(&asked.body)?;
     let request: ResponseRequest = part(&asked.body)?;
@@ -151,6 +155,7 @@ pub(crate) async fn handle(Shared(state): Shared<Arc<State>>, asked: Asked) -> R
         ("text", json!({"format": {"type": "text"}})),
         ("tool_choice", json!("auto")),
         ("tools", json!([])),
+        ("top_logprobs", json!(0)),
         ("top_p", json!(1.0)),
     ] {
         let value = asked_for(field);
@@ -159,7 +164,7 @@ pub(crate) async fn handle(Shared(state): Shared<Arc<State>>, asked: Asked) -> R
     let conversation = request.conversation(&state.config.limits)?;
     let salt = asked.salt;
     let mut generation = blocking(&state, move |state| conversation.start(state, &common, salt)).await?;
-    let mut items = Items::new(Head { id, model, created: now(), echo });
+    let mut items = Items::new(Head { id, model, created: now(), backend: backend.clone(), echo });
     if streams {
         return stream::respond(&state, generation, items).await;
     }
@@ -167,8 +172,9 @@ pub(crate) async fn handle(Shared(state): Shared<Arc<State>>, asked: Asked) -> R
     while let Some(update) = generation.next().await {
         unused.clear();
         let length = match update? {
-            Update::Token { pieces, .. } => {
-                items.pieces(pieces, &mut unused);
+            Update::Prompt { .. } => continue,
+            Update::Token { pieces, logprobs, .. } => {
+                items.token(pieces, logprobs.as_ref(), &mut unused);
                 continue;
             }
             Update::End { pieces, length, .. } => {
@@ -193,6 +199,13 @@ impl ResponseRequest {
                 return Err(ApiError::invalid(param, format!("`{param}`: is not offered, as nothing is stored")));
             }
         }
+        let told = |word: &String| word == "message.output_text.logprobs";
+        let logprobs = self.include.as_ref().is_some_and(|include| include.iter().any(told));
+        let top = within("top_logprobs", self.top_logprobs.unwrap_or(0), 0, limits.logprobs)?;
+        if top > 0 && !logprobs {
+            let message = "`top_logprobs` needs `include` to have `message.output_text.logprobs`";
+            return Err(ApiError::invalid("top_logprobs", message));
+        }
         let mut tools = Vec::new();
         for (i, tool) in self.tools.unwrap_or_default().into_iter().enumerate() {
             let Some(name) = tool.name.filter(|_| tool.kind == "function") else {
@@ -210,7 +223,7 @@ impl ResponseRequest {
         };
         let mut extra = Map::new();
         if let Some(effort) = self.reasoning.and_then(|r| r.effort) {
-            extra.insert("reasoning_effort".into(), Value::String(effort));
+            set_effort(&mut extra, effort);
         }
         let mut messages = Vec::new();
         if let Some(text) = self.instructions {
@@ -242,7 +255,7 @@ impl ResponseRequest {
             reply: true,
             extra,
             max_tokens: ("max_output_tokens", self.max_output_tokens),
-            logprobs: None,
+            logprobs: logprobs.then_some(top),
         })
     }
 }

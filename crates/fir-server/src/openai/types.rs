@@ -216,8 +216,9 @@ pub(crate) struct CompletionChoice {
 #[derive(Clone, Debug, Default, Serialize, JsonSchema)]
 pub(crate) struct CompletionLogprobs {
     pub(crate) tokens: Vec<String>,
-    pub(crate) token_logprobs: Vec<f32>,
-    pub(crate) top_logprobs: Vec<std::collections::BTreeMap<String, f32>>,
+    /// Null for the first token of a prompt, which follows nothing.
+    pub(crate) token_logprobs: Vec<Option<f32>>,
+    pub(crate) top_logprobs: Vec<Option<std::collections::BTreeMap<String, f32>>>,
     /// Where each token begins in the text, in characters.
     pub(crate) text_offset: Vec<usize>,
 }

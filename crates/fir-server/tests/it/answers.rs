@@ -1,6 +1,6 @@
 //! What is answered, to the byte where clients read bytes.
 
-use fir_engine::{Grammar, Request};
+use fir_engine::{Attention, Grammar, Request, Sparse};
 use fir_server::{Config, ToolFormat};
 use serde_json::{Value, json};
 
@@ -116,6 +116,136 @@ fn log_probabilities_are_told_for_every_token() {
         body["choices"][0]["logprobs"],
         json!({"tokens": ["H", "l"], "token_logprobs": [-0.5, -0.5], "top_logprobs": [{"H": -0.5}, {"l": -0.5}], "text_offset": [0, 1]})
     );
+}
+
+#[test]
+fn prompts_are_told_with_their_log_probabilities() {
+    let live = Live::plain();
+    let more = r#""prompt":"ab","echo":true,"logprobs":1,"max_tokens":2"#;
+    let want = json!({"tokens": ["a", "b", "H", "l"], "token_logprobs": [null, -98.0, -0.5, -0.5],
+        "top_logprobs": [null, {"b": -98.0, "\0": 0.0}, {"H": -0.5}, {"l": -0.5}], "text_offset": [0, 1, 2, 3]});
+    let body = live.post("/v1/completions", &format!("{{{more}}}")).json();
+    assert_eq!((&body["choices"][0]["text"], &body["choices"][0]["logprobs"]), (&json!("abHello,"), &want));
+    // As a stream, for two answers: each begins with all of the prompt.
+    let events = live.post("/v1/completions", &format!("{{{more},\"n\":2,\"stream\":true}}")).events();
+    for i in 0..2 {
+        let of: Vec<&Value> = events.iter().map(|e| &e["choices"][0]).filter(|c| c["index"] == i).collect();
+        assert_eq!((&of[0]["text"], &of[0]["logprobs"]["tokens"]), (&json!("ab"), &json!(["a", "b"])));
+        let offsets: Vec<&Value> = of.iter().flat_map(|c| c["logprobs"]["text_offset"].as_array().unwrap()).collect();
+        assert_eq!(offsets, [0, 1, 2, 3]);
+    }
+    // Nothing but the prompt, of any length.
+    for (prompt, count) in [(r#""ab""#, 2), ("[97]", 1)] {
+        let body = format!(r#"{{"prompt":{prompt},"echo":true,"logprobs":0,"max_tokens":0}}"#);
+        let body = live.post("/v1/completions", &body).json();
+        let choice = &body["choices"][0];
+        assert_eq!((choice["text"].as_str().unwrap().len(), &choice["finish_reason"]), (count, &json!("length")));
+        assert_eq!(choice["logprobs"]["token_logprobs"].as_array().unwrap().len(), count);
+        assert_eq!(body["usage"]["completion_tokens"], 0);
+    }
+}
+
+#[test]
+fn the_likeliest_of_several_are_told() {
+    // The double's tokens are as likely as each other but for the first, which is a prompt's last.
+    let live = saying(|_, choice| "abc".repeat(choice + 1));
+    let body = live.post("/v1/completions", r#"{"prompt":["x","y"],"n":2,"best_of":3}"#).json();
+    let choices = body["choices"].as_array().unwrap();
+    assert_eq!(choices.iter().map(|c| c["index"].as_u64().unwrap()).collect::<Vec<_>>(), [0, 1, 2, 3]);
+    assert!(choices.iter().all(|c| c["logprobs"].is_null()));
+    assert_eq!(body["usage"]["completion_tokens"], 12, "what was made is counted");
+    assert_eq!(live.double.seen.lock().unwrap()[0].n, 3);
+}
+
+#[test]
+fn what_is_particular_to_local_models_reaches_the_engine() {
+    let live = Live::plain();
+    let more = r#","bad_words":["no"],"include_stop_str_in_output":true,"attention":{"type":"streaming","window":8}"#;
+    let long = "x".repeat(3000);
+    let body = format!(r#"{{"messages":[{{"role":"user","content":"{long}"}}]{more}}}"#);
+    assert_eq!(live.chat(&body).status, 200, "what streams may be longer than the context");
+    let sparse = r#","attention":{"type":"sparse","local":3,"stride":2}"#;
+    assert_eq!(live.chat(&hi(sparse)).status, 200);
+    let seen = live.double.seen.lock().unwrap();
+    assert_eq!(seen[0].sampling.bad_tokens, [b" no".map(u32::from).to_vec(), b"no".map(u32::from).to_vec()]);
+    assert!(seen[0].sampling.include_stop && seen[0].prompt.len() > 3000);
+    assert_eq!(seen[0].attention, Attention::Streaming { sinks: 4, window: 8 });
+    assert_eq!(seen[1].attention, Attention::Sparse(Sparse { block: 64, sinks: 1, local: 3, stride: 2 }));
+}
+
+#[test]
+fn messages_have_blocks() {
+    let live = saying(hermes);
+    let tools = r#""tools":[{"name":"f","input_schema":{"type":"object"}},{"name":"g","description":"G"}]"#;
+    let said = r#""system":[{"type":"text","text":"Be brief."}],"messages":[{"role":"user","content":"Hi"},
+        {"role":"assistant","content":[{"type":"thinking","thinking":"hm","signature":"s"},{"type":"text","text":"So."},{"type":"tool_use","id":"t1","name":"f","input":{"x":1}}]},
+        {"role":"user","content":[{"type":"tool_result","tool_use_id":"t1","content":[{"type":"text","text":"42"}]},{"type":"text","text":"Go on."}]}]"#;
+    let body = live.post("/v1/messages", &format!(r#"{{"max_tokens":100,{said},{tools}}}"#)).json();
+    assert!(body["id"].as_str().unwrap().starts_with("msg_"));
+    let head = (&body["type"], &body["role"], &body["model"], &body["stop_reason"], &body["stop_sequence"]);
+    assert_eq!(head, (&json!("message"), &json!("assistant"), &json!("double"), &json!("tool_use"), &Value::Null));
+    let mut content = body["content"].clone();
+    assert_ne!(content[2]["id"].take(), content[3]["id"].take());
+    assert_eq!(
+        content,
+        json!([{"type": "thinking", "thinking": "Which?", "signature": ""}, {"type": "text", "text": "Let me look."},
+            {"type": "tool_use", "id": null, "name": "f", "input": {"x": 1}}, {"type": "tool_use", "id": null, "name": "g", "input": {}}])
+    );
+    let prompt = |i: usize| -> String {
+        live.double.seen.lock().unwrap()[i].prompt.iter().map(|&b| char::from(b as u8)).collect()
+    };
+    let (text, length) = (prompt(0), prompt(0).len());
+    let call = r#"{[{"id":"t1","type":"function","function":{"name":"f","arguments":{"x":1}}}]}"#;
+    assert!(
+        text.starts_with(&format!(
+            "[system]Be brief.\n[user]Hi\n[assistant]So.{call}\n[tool]42\n[user]Go on.\n[tools]"
+        )),
+        "{text}"
+    );
+    assert!(text.contains("\"enable_thinking\":false"), "{text}");
+    let usage = &body["usage"];
+    assert_eq!(usage["cache_read_input_tokens"].as_u64(), Some(length as u64 / 2));
+    assert_eq!(usage["input_tokens"].as_u64(), Some((length - length / 2) as u64));
+    let counted = live.post("/v1/messages/count_tokens", &format!("{{{said},{tools}}}")).json();
+    assert_eq!(counted, json!({"input_tokens": length}));
+
+    let streamed = live.post("/v1/messages", &format!(r#"{{"max_tokens":100,"stream":true,{said},{tools}}}"#));
+    assert_eq!(streamed.header("content-type"), Some("text/event-stream"));
+    let (mut kinds, mut json_text, mut last) = (Vec::new(), String::new(), Value::Null);
+    for event in streamed.body.split_terminator("\n\n") {
+        let (name, data) = event.strip_prefix("event: ").unwrap().split_once("\ndata: ").unwrap();
+        let data: Value = serde_json::from_str(data).unwrap();
+        assert_eq!(data["type"], name);
+        json_text += data["delta"]["partial_json"].as_str().unwrap_or("");
+        if name == "message_delta" {
+            last = data;
+        }
+        if kinds.last() != Some(&name) {
+            kinds.push(name);
+        }
+    }
+    assert_eq!(kinds[..3], ["message_start", "content_block_start", "content_block_delta"]);
+    assert_eq!(kinds[kinds.len() - 3..], ["content_block_stop", "message_delta", "message_stop"]);
+    assert_eq!((json_text.as_str(), &last["delta"]["stop_reason"]), ("{\"x\": 1}{}", &json!("tool_use")));
+    assert!(last["usage"]["output_tokens"].as_u64().unwrap() > 0);
+
+    // Other ends, forced tools, and an answer that has begun.
+    let ask = |more: &str| {
+        live.post("/v1/messages", &format!(r#"{{"messages":[{{"role":"user","content":"Hi"}}{more}}}"#)).json()
+    };
+    assert_eq!(ask(r#"],"max_tokens":2"#)["stop_reason"], "max_tokens");
+    let stopped = ask(r#"],"max_tokens":99,"stop_sequences":["x","STOP"]"#);
+    assert_eq!((&stopped["stop_reason"], &stopped["stop_sequence"]), (&json!("stop_sequence"), &json!("STOP")));
+    ask(&format!(
+        r#",{{"role":"assistant","content":"So far"}}],"max_tokens":9,{tools},"tool_choice":{{"type":"none"}}"#
+    ));
+    let seen = live.double.seen.lock().unwrap().len();
+    assert!(prompt(seen - 1).ends_with("[assistant]So far"), "{}", prompt(seen - 1));
+    ask(&format!(
+        r#"],"max_tokens":9,{tools},"tool_choice":{{"type":"tool","name":"f"}},"thinking":{{"type":"enabled","budget_tokens":5}}"#
+    ));
+    let seen = live.double.seen.lock().unwrap();
+    assert!(matches!(&seen.last().unwrap().sampling.grammar, Some(Grammar::JsonSchema(_))));
 }
 
 #[test]
@@ -273,6 +403,11 @@ fn responses_are_items() {
         "{kinds:?}"
     );
     assert_eq!(kinds.last(), Some(&"response.completed"));
+    let asked = r#"{"input":"Hi","include":["message.output_text.logprobs"],"top_logprobs":1}"#;
+    let told = live.post("/v1/responses", asked).json();
+    let logprobs = told["output"][1]["content"][0]["logprobs"].as_array().unwrap();
+    assert!(logprobs.len() > 2 && logprobs.iter().all(|l| l["top_logprobs"].as_array().unwrap().len() == 1), "{told}");
+    assert_eq!(told["output"][0]["content"][0].get("logprobs"), None, "thoughts have none");
     let cut = live.post("/v1/responses", r#"{"input":"Hi","max_output_tokens":1}"#).json();
     assert_eq!(
         (&cut["status"], &cut["incomplete_details"]["reason"]),
@@ -316,7 +451,12 @@ fn the_other_endpoints_answer() {
     assert_eq!(vectors["usage"], json!({"prompt_tokens": 3, "total_tokens": 3}));
     let packed = live.post("/v1/embeddings", r#"{"input":[97],"encoding_format":"base64"}"#).json();
     assert_eq!(packed["data"][0]["embedding"], "AACAPwAAAD8=");
-    assert_eq!((live.get("/health").status, live.get("/ready").status), (200, 200));
+    for path in ["/health", "/ready", "/ping"] {
+        assert_eq!(live.get(path).status, 200, "{path}");
+    }
+    assert_eq!(live.get("/load").json(), json!({"server_load": 0}));
+    assert_eq!(live.post("/reset_prefix_cache", "").status, 200);
+    assert_eq!(live.double.forgotten.load(std::sync::atomic::Ordering::SeqCst), 1);
     assert!(live.get("/version").json()["version"].is_string());
     assert_eq!(live.get("/openapi.json").json()["openapi"], "3.1.0");
     assert!(live.get("/").body.starts_with("<!doctype html>"));

@@ -42,6 +42,8 @@ struct Job {
     sink: Sink,
     /// Per choice: what is left to say, tokens said, whether it ended.
     choices: Vec<(VecDeque<String>, usize, bool)>,
+    /// What was asked about the prompt is told.
+    told: bool,
 }
 
 #[derive(Default)]
@@ -63,6 +65,8 @@ pub(crate) struct Double {
     pub(crate) dead: AtomicBool,
     /// Requests ended by an abort.
     pub(crate) aborts: AtomicUsize,
+    /// Times that prefixes were forgotten.
+    pub(crate) forgotten: AtomicUsize,
     /// Steps in which anything ran.
     pub(crate) steps: AtomicUsize,
 }
@@ -79,6 +83,7 @@ impl Double {
             stop: AtomicBool::new(false),
             dead: AtomicBool::new(false),
             aborts: AtomicUsize::new(0),
+            forgotten: AtomicUsize::new(0),
             steps: AtomicUsize::new(0),
         });
         let engine = this.clone();
@@ -140,12 +145,28 @@ impl Job {
     fn end(&mut self, reason: Finish) {
         let usage = Usage { prompt: self.request.prompt.len(), cached: 1, generated: 0 };
         for choice in 0..self.choices.len() {
-            (self.sink)(Event::Finished { choice, text: String::new(), reason, usage });
+            (self.sink)(Event::Finished { choice, text: String::new(), reason, stop: None, usage });
         }
+    }
+
+    /// What was asked about the prompt: each of its tokens is as likely as its number is large.
+    fn prompt(&mut self) -> bool {
+        let Some(top) = self.request.sampling.prompt_logprobs.filter(|_| !std::mem::replace(&mut self.told, true))
+        else {
+            return true;
+        };
+        let of = |&id: &u32| TokenLogprobs {
+            chosen: Logprob { id, logprob: -(id as f32) },
+            top: (0..top as u32).map(|i| Logprob { id: i, logprob: -(i as f32) }).collect(),
+        };
+        (self.sink)(Event::Prompt(self.request.prompt[1..].iter().map(of).collect()))
     }
 
     /// One token for every choice: whether all are done, or none if nobody listens.
     fn step(&mut self) -> Option<bool> {
+        if !self.prompt() {
+            return None;
+        }
         let prompt = self.request.prompt.len();
         for (choice, (left, said, done)) in self.choices.iter_mut().enumerate().filter(|(_, c)| !c.2) {
             let full = *said == self.request.sampling.max_tokens;
@@ -162,7 +183,8 @@ impl Job {
                     *done = true;
                     let reason = if full { Finish::Length } else { Finish::Stop };
                     let usage = Usage { prompt, cached: prompt / 2, generated: *said };
-                    (self.sink)(Event::Finished { choice, text: String::new(), reason, usage })
+                    let stop = (!full).then(|| self.request.sampling.stop.iter().position(|s| s == "STOP")).flatten();
+                    (self.sink)(Event::Finished { choice, text: String::new(), reason, stop, usage })
                 }
             };
             if !alive {
@@ -208,7 +230,7 @@ impl Backend for Double {
             text.chunks(3).map(String::from_iter).collect()
         };
         let choices = (0..request.n).map(|c| (pieces(c), 0, false)).collect();
-        shared.queue.push_back(Job { id, request, sink, choices });
+        shared.queue.push_back(Job { id, request, sink, choices, told: false });
         let shared = self.shared.clone();
         Ok(Box::new(move || {
             let mut shared = shared.lock().unwrap();
@@ -231,6 +253,11 @@ impl Backend for Double {
         let Shared { queue, running, .. } = &mut *shared;
         queue.drain(..).chain(running.drain(..)).for_each(|mut job| job.end(Finish::Aborted));
         self.stop.store(true, Ordering::SeqCst);
+    }
+
+    fn forget_prefixes(&self) -> Result<()> {
+        self.forgotten.fetch_add(1, Ordering::SeqCst);
+        Ok(())
     }
 
     fn stats(&self) -> Stats {

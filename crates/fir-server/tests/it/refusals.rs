@@ -92,19 +92,47 @@ fn wrong_values_name_their_field_and_what_would_do() {
         (r#"{"prompt":[]}"#, "prompt", "no tokens"),
         (r#"{"prompt":""}"#, "prompt", "no tokens"),
         (r#"{"prompt":[256]}"#, "prompt", "token 256"),
-        (r#"{"prompt":"x","best_of":3}"#, "best_of", "as many as `n`, 1"),
+        (r#"{"prompt":"x","best_of":2,"n":3}"#, "best_of", "`best_of` is 2, but must be from 3 to 64"),
+        (r#"{"prompt":"x","best_of":2,"stream":true}"#, "best_of", "cannot take back"),
+        (r#"{"prompt":"x","max_tokens":0}"#, "max_tokens", "0 with `echo`"),
+        (r#"{"prompt":"x","bad_words":[" "]}"#, "bad_words", "1 bytes"),
+        (r#"{"prompt":"x","attention":{"type":"streaming"}}"#, "attention", "missing field `window`"),
+        (r#"{"prompt":"x","attention":{"type":"sparse","local":1,"block":0}}"#, "attention.block", "is 0"),
+        (r#"{"prompt":"x","attention":{"type":"sideways"}}"#, "attention", "unknown variant `sideways`"),
         (r#"{"prompt":"x","suffix":"y"}"#, "suffix", "not offered"),
-        (r#"{"prompt":"x","logprobs":1,"echo":true}"#, "echo", "logprobs"),
         (r#"{"prompt":["a","b"],"n":33}"#, "prompt", "2 prompts of 33 answers, but from 1 to 64"),
         (r#"{"prompt":{"a":1}}"#, "prompt", "a list of lists"),
     ] {
         live.post("/v1/completions", body).refused(400, Some(param), message);
+    }
+    for (body, message) in [
+        (r#"{"messages":[{"role":"user","content":"x"}]}"#, "missing field `max_tokens`"),
+        (r#"{"max_tokens":5,"messages":[]}"#, "`messages` is empty"),
+        (r#"{"max_tokens":5000,"messages":[{"role":"user","content":"x"}]}"#, "context is 2000 tokens"),
+        (r#"{"max_tokens":5,"messages":[{"role":"king","content":"x"}]}"#, "unknown variant `king`"),
+        (r#"{"max_tokens":5,"messages":[{"role":"user","content":[{"type":"image","source":{}}]}]}"#, "text only"),
+        (r#"{"max_tokens":5,"messages":[{"role":"user","content":"x"}],"n":2}"#, "`n` is not a field"),
+        (
+            r#"{"max_tokens":5,"messages":[{"role":"user","content":"x"}],"stop_sequences":[""]}"#,
+            "`stop_sequences` has",
+        ),
+        (
+            r#"{"max_tokens":5,"messages":[{"role":"user","content":"x"}],"tools":[{"type":"bash_20250124","name":"b"}]}"#,
+            "only custom tools",
+        ),
+    ] {
+        let answer = live.post("/v1/messages", body);
+        let error = answer.json();
+        assert_eq!((answer.status, &error["type"]), (400, &"error".into()), "{error}");
+        assert_eq!(error["error"]["type"], "invalid_request_error", "{error}");
+        assert!(error["error"]["message"].as_str().unwrap().contains(message), "{error}");
     }
     live.post("/v1/responses", r#"{"input":"x","previous_response_id":"r"}"#).refused(
         400,
         Some("previous_response_id"),
         "stored",
     );
+    live.post("/v1/responses", r#"{"input":"x","top_logprobs":1}"#).refused(400, Some("top_logprobs"), "`include`");
     live.post("/v1/responses", r#"{"input":[]}"#).refused(400, Some("input"), "no message");
     live.post("/v1/embeddings", r#"{"input":"x","dimensions":3}"#).refused(400, Some("dimensions"), "3");
     live.post("/tokenize", r#"{}"#).refused(400, Some("prompt"), "one of");
@@ -174,6 +202,9 @@ fn models_routes_and_methods_must_exist() {
     ] {
         live.post(path, body).refused(404, Some("model"), "`m`");
     }
+    let answer =
+        live.post("/v1/messages", r#"{"model":"m","max_tokens":5,"messages":[{"role":"user","content":"x"}]}"#);
+    assert_eq!((answer.status, &answer.json()["error"]["type"]), (404, &"not_found_error".into()));
     live.get("/v1/models/other").refused(404, Some("model"), "`other`");
     live.get("/nowhere").refused(404, None, "GET /nowhere");
     let answer = live.get("/v1/chat/completions");
@@ -206,6 +237,32 @@ fn keys_are_asked_for_and_salt_the_cache() {
     different.sort_unstable();
     different.dedup();
     assert_eq!(different.len(), 4);
+}
+
+#[test]
+fn pages_of_other_origins_ask_if_they_may() {
+    let preflight = "Origin: https://a.example\r\nAccess-Control-Request-Method: POST\r\nAccess-Control-Request-Headers: authorization,content-type\r\n";
+    let closed = Live::plain();
+    assert_eq!(
+        closed.ask("OPTIONS", "/v1/chat/completions", preflight, "").header("access-control-allow-origin"),
+        None
+    );
+    let live =
+        Live::new(Script::default(), Config { allow_origins: vec!["https://a.example".into()], ..Config::default() });
+    let answer = live.ask("OPTIONS", "/v1/chat/completions", preflight, "");
+    assert_eq!((answer.status, answer.header("access-control-allow-origin")), (200, Some("https://a.example")));
+    assert_eq!(answer.header("access-control-allow-headers"), Some("authorization,content-type"));
+    let ask = |origin: &str| {
+        let headers = format!("Content-Type: application/json\r\nOrigin: {origin}\r\n");
+        let answer = live.ask("POST", "/v1/chat/completions", &headers, &format!("{HI}}}"));
+        assert_eq!(answer.status, 200);
+        answer.header("access-control-allow-origin").map(str::to_owned)
+    };
+    assert_eq!(ask("https://a.example").as_deref(), Some("https://a.example"));
+    assert_eq!(ask("https://b.example"), None);
+    let live = Live::new(Script::default(), Config { allow_origins: vec!["*".into()], ..Config::default() });
+    let answer = live.ask("GET", "/health", "Origin: null\r\n", "");
+    assert_eq!(answer.header("access-control-allow-origin"), Some("*"));
 }
 
 #[test]

@@ -1,9 +1,9 @@
-//! A conversation with tools, as chat and responses both have it, made into one request of the engine.
+//! A conversation with tools, as chat, responses and messages have it, made into one request of the engine.
 
 use std::sync::Arc;
 use std::time::Instant;
 
-use fir_engine::{Grammar, Request, Sampling};
+use fir_engine::{Attention, Grammar, Request, Sampling};
 use schemars::JsonSchema;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
@@ -86,6 +86,14 @@ impl Conversation {
         sampling.grammar = self.grammar(sampling.grammar.take(), forced)?;
         sampling.logprobs = self.logprobs;
 
+        let (prompt, thinking) = self.tokens(backend)?;
+        let request = engine_request(state, common, salt, prompt, sampling, ("messages", self.max_tokens))?;
+        let one_call = !self.parallel;
+        Ok(Prepared { request, parser: Parser::new(calls, thinking), one_call })
+    }
+
+    /// The tokens of its prompt, and whether it ends inside of a thought.
+    pub(crate) fn tokens(&mut self, backend: &dyn Backend) -> Result<(Vec<u32>, bool)> {
         let tools: Vec<Value> = match self.choice {
             ToolChoice::None => Vec::new(),
             _ => self.tools.iter().map(Function::template_value).collect(),
@@ -107,10 +115,7 @@ impl Conversation {
             })?);
         }
         let thinking = text.trim_end().ends_with("<think>");
-        let prompt = backend.encode(&text, false)?;
-        let request = engine_request(state, common, salt, prompt, sampling, ("messages", self.max_tokens))?;
-        let one_call = !self.parallel;
-        Ok(Prepared { request, parser: Parser::new(calls, thinking), one_call })
+        Ok((backend.encode(&text, false)?, thinking))
     }
 
     fn check_tools(&self, limits: &Limits) -> Result<()> {
@@ -189,20 +194,24 @@ pub(crate) fn engine_request(
     mut sampling: Sampling,
     (field, (max_field, max_tokens)): (&str, (&str, Option<usize>)),
 ) -> Result<Request> {
-    let model = state.backend()?.model();
-    let (length, most) = (prompt.len(), model.context.min(state.config.limits.prompt));
+    let backend = state.backend()?.as_ref();
+    let model = backend.model();
+    let attention = common.attention()?;
+    // What streams forgets its middle, so that a text of any length fits.
+    let streams = matches!(attention, Attention::Streaming { .. });
+    let context = if streams { usize::MAX } else { model.context };
+    let (length, most) = (prompt.len(), context.min(state.config.limits.prompt));
     if prompt.is_empty() {
         return Err(ApiError::invalid(field, format!("`{field}` has no tokens")));
     }
-    if length > most || length >= model.context {
-        let message = format!("`{field}` has {length} tokens, but at most {} fit", most.min(model.context - 1));
+    if length > most || length >= context {
+        let message = format!("`{field}` has {length} tokens, but at most {} fit", most.min(context - 1));
         return Err(ApiError::context(field, message));
     }
-    let room = model.context - length;
+    let room = context - length;
     if let Some(asked) = max_tokens {
         within(max_field, asked, 1, usize::MAX)?;
         if asked > room {
-            let context = model.context;
             let message = format!(
                 "this model's context is {context} tokens, but {length} of `{field}` and {asked} of `{max_field}` are {}",
                 length.saturating_add(asked)
@@ -210,7 +219,8 @@ pub(crate) fn engine_request(
             return Err(ApiError::context(max_field, message));
         }
     }
-    sampling.max_tokens = max_tokens.unwrap_or(room);
+    sampling.max_tokens = max_tokens.unwrap_or(room.min(model.context));
+    sampling.bad_tokens = common.bad_tokens(backend, &state.config.limits)?;
     if sampling.min_tokens > sampling.max_tokens {
         let message =
             format!("`min_tokens` is {}, but at most {} are generated", sampling.min_tokens, sampling.max_tokens);
@@ -223,8 +233,16 @@ pub(crate) fn engine_request(
         priority: common.priority(),
         deadline: state.config.queue_timeout.map(|t| Instant::now() + t),
         salt: common.cache_salt.as_deref().map_or(salt, |text| salted(salt, text)),
-        ..Request::default()
+        attention,
     })
+}
+
+/// How much a model shall think, as templates have it: OpenAI's word, and that of Qwen's.
+pub(crate) fn set_effort(extra: &mut Map<String, Value>, effort: String) {
+    if effort == "none" {
+        extra.entry("enable_thinking").or_insert(Value::Bool(false));
+    }
+    extra.entry("reasoning_effort").or_insert(Value::String(effort));
 }
 
 /// Runs what may take milliseconds on a thread for it.
