@@ -16,7 +16,9 @@ struct alignas(64) Sm90Params {
   TensorMap q;
   /// Keys and values as [head][8-row group][64 columns][row][column]: boxes of `box_rows` rows from row c1 of group c3 on.
   TensorMap k, v;
-  /// The same of 8 rows, which may begin at any row: the last rows of ragged KV.
+  /// The output, as q.
+  TensorMap out;
+  /// Keys and values of 8 rows, which may begin at any row: the last rows of ragged KV.
   TensorMap k_tail, v_tail;
   WorkQueue* queue;
   /// Number of items, in device memory.
@@ -39,7 +41,7 @@ struct Sm90Config {
   using Variant = Variant_;
   static constexpr int kDimQk = kDimQk_, kDimVo = kDimVo_, kTile = kTile_, kQStages = kQStages_;
   static constexpr bool kGather = kGather_;
-  static constexpr int kRows = 128, kThreads = 384, kConsumers = 256, kStages = 2, kUnitStages = 5;
+  static constexpr int kRows = 128, kThreads = 384, kConsumers = 256, kStages = 2, kUnitStages = 4;
   static constexpr Wgmma kType = Same<T, Bf16>::value ? Wgmma::kBf16 : Wgmma::kF16;
   static constexpr int kQBytes = kRows * kDimQk * 2, kKBytes = kTile * kDimQk * 2, kVBytes = kTile * kDimVo * 2;
   /// Hooks see every logit: scores become logits before the maximum is taken.
@@ -76,6 +78,12 @@ struct Sm90Unit {
   int start;
   int pad[2];
 };
+
+/// Whether rows of an item leave as a box, by warp 0. Others are written from registers: they are slower, at 12 % of a unit of 4 tiles.
+template <class C, class V>
+__device__ __forceinline__ bool is_staged(const Sm90Params<V>& all, const WorkItem& w) {
+  return !Same<typename C::Out, State>::value && w.partial < 0 && w.tokens == all.box_tokens;
+}
 
 /// Where the last tile of an item begins: below `kv_start` if there is none.
 template <class C>

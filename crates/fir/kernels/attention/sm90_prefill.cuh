@@ -154,14 +154,15 @@ __device__ __forceinline__ void consume(const Sm90Params<typename C::Variant>& a
 #pragma unroll
     for (int i = 0; i < S::kOut; ++i) state.o[i] = 0.0f;
   };
-  // Writes unit `u`, whose softmax ended with (m, d).
-  auto finish = [&](const Sm90Unit& u, const float (&m)[2], const float (&d)[2], bool mine) {
-    if (mine) state.finish(p, u.item, u.head, first_row, all.group_inverse, m, d);
+  // Writes unit `u`, whose q is at stage `at` and whose softmax ended with (m, d), and gives the place of q back: with the output in it.
+  auto finish = [&](const Sm90Unit& u, int at, const float (&m)[2], const float (&d)[2], bool mine) {
+    if (mine) {
+      named_sync(5 + group, 128);
+      state.finish(p, u.item, u.head, first_row, all.group_inverse, m, d, is_staged<C>(all, u.item), pipe.base + C::kQ + at * C::kQBytes + first_row * 128);
+    }
     if (u.item.partial >= 0) merge_unit<C>(p, u, reinterpret_cast<int*>(shared + C::kFlag));
-  };
-  auto free_queries = [&] {
-    free(pipe.q_empty(qs.stage));
-    qs.next();
+    __syncwarp();
+    free(pipe.q_empty(at));
   };
 
   if (group == 1) named_arrive(1, 256);
@@ -238,10 +239,9 @@ __device__ __forceinline__ void consume(const Sm90Params<typename C::Variant>& a
         float m[2] = {state.m[0], state.m[1]}, d[2] = {state.d[0], state.d[1]};
         const bool last = pos < kv_start;
         const Sm90Unit& u = units[us.stage];
+        const int at = qs.stage;
         if (last) {
-          // Its scores are all there.
-          free_queries();
-          // With one place for q, the next is only now on its way.
+          // With one place for q, the next is not there yet.
           if constexpr (C::kQStages == 1) break;
           Ring<C::kUnitStages> next = us;
           next.next();
@@ -249,6 +249,7 @@ __device__ __forceinline__ void consume(const Sm90Params<typename C::Variant>& a
           const Sm90Unit& n = units[next.stage];
           if (n.head < 0 || n.item.kv_start >= n.item.kv_end || (n.item.tokens * p.group > 64) != both) break;
           us = next;
+          qs.next();
           open(n);
           barrier_wait(pipe.q_full(qs.stage), qs.phase);
         }
@@ -268,7 +269,7 @@ __device__ __forceinline__ void consume(const Sm90Params<typename C::Variant>& a
         vs.next();
         sum();
         if (last) {
-          finish(u, m, d, true);
+          finish(u, at, m, d, true);
           clear();
         } else if (grown) {
           state.rescale(by);
@@ -282,11 +283,9 @@ __device__ __forceinline__ void consume(const Sm90Params<typename C::Variant>& a
       wgmma_wait<0>();
       free(pipe.v_empty(vs.stage));
       vs.next();
-    } else {
-      free_queries();
     }
-    finish(units[us.stage], state.m, state.d, mine);
-    us.next();
+    finish(units[us.stage], qs.stage, state.m, state.d, mine);
+    us.next(), qs.next();
   }
 }
 
