@@ -2,8 +2,8 @@
 //
 // warp 0   units, told two ahead of the one that runs, and q: what a unit is (a ticket, its item, its pages) takes three
 //          loads that wait for each other, longer than a tile
-// boxes    warp 1 brings keys, warp 2 values by TMA, warp 3 looks after values
-// rows     warps 1 to 3 bring keys and values by cp.async, where no box lies in one page
+// boxes    warp 1 brings keys, warp 2 values by TMA; warp 3 looks after values
+// rows     warps 1 and 2 bring both by cp.async, where no box lies in one page
 //
 // A stage is filled when both other warpgroups have given it back.
 //
@@ -186,45 +186,50 @@ __device__ __forceinline__ void clear_values(unsigned char* values, int to) {
 }
 
 /// Warp 3: values that have come are made ready: rows past the end become zeros, and are there any that a mask may hide from
-/// some rows and that are not finite? Most tiles are as they are.
+/// some rows and that are not finite? Most tiles are as they are. Rows that threads have copied, keys too, are made visible to wgmma.
 template <class C>
 __device__ __forceinline__ void keep_values(const Sm90Pipe<C>& pipe, unsigned char* shared) {
   const int lane = threadIdx.x & 31;
   Tiles<C> tiles(pipe, shared);
   Ring<C::kStages> ring;
   while (tiles.next()) {
+    if constexpr (C::kGather) {
+      barrier_wait(pipe.k_copied(ring.stage), ring.phase);
+      fence_async_proxy();
+      if (lane == 0) barrier_arrive(pipe.k_full(ring.stage));
+    }
     barrier_wait(pipe.v_full(ring.stage), ring.phase);
-    if (tiles.pos + C::kTile > tiles.full_end) {
+    const bool masked = tiles.pos + C::kTile > tiles.full_end;
+    if (masked) {
       unsigned char* values = shared + C::kV + ring.stage * C::kVBytes;
       const int valid = min(tiles.end - tiles.pos, C::kTile);
-      clear_values<C>(values, valid);
+      if constexpr (!C::kGather) clear_values<C>(values, valid);
       bool any = false;
       if constexpr (C::Variant::kHasMask) {
         __syncwarp();
         any = look_at_values<C>(values, max(tiles.full_end - tiles.pos, 0), valid);
       }
-      if (lane == 0) reinterpret_cast<int*>(shared + C::kStrange)[ring.stage * 4] = any;
-      fence_async_proxy();
-      __syncwarp();
+      if (lane == 0) reinterpret_cast<int*>(shared + C::kStrange)[ring.stage] = any;
     }
+    if (C::kGather || masked) fence_async_proxy();
+    __syncwarp();
     if (lane == 0) barrier_arrive(pipe.v_ready(ring.stage));
     ring.next();
   }
 }
 
-/// Warps 1 to 3: rows one by one, by cp.async, 3, 3 and 2 eighths of a tile. No copy is waited for: it says itself that it is
-/// done. Who reads them makes them visible to wgmma.
+/// Warps 1 and 2: rows one by one, by cp.async, half of a tile's each. No copy is waited for: it says itself that it is done.
 template <class C>
 __device__ __forceinline__ void bring_rows(const Sm90Params<typename C::Variant>& all, const Sm90Pipe<C>& pipe, unsigned char* shared) {
   const auto& kv = all.common.kv;
   const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x / 32, 0) - 1;
-  constexpr int kEighth = C::kTile / 8, kMine = 3 * kEighth;  // rows of a warp: 24 or 48
-  const int mine = warp == 2 ? 2 * kEighth : kMine, own = warp * kMine;
+  constexpr int kMine = C::kTile / 2;  // rows of a warp: 32 or 64
+  const int own = warp * kMine;
   Tiles<C> tiles(pipe, shared);
   Ring<C::kStages> ring;
   // This lane's entries of the page table, of rows `lane` and 32 + `lane` of the warp's, asked for a tile ahead; then where those rows
   // are, in 16-byte units.
-  constexpr int kEntries = (kMine + 31) / 32;
+  constexpr int kEntries = kMine / 32;
   int next[kEntries] = {};
   unsigned k_at[kEntries] = {}, v_at[kEntries] = {};
   auto row_of = [&](int i) { return min(tiles.pos + own + 32 * i + lane, tiles.end - 1); };
@@ -238,36 +243,19 @@ __device__ __forceinline__ void bring_rows(const Sm90Params<typename C::Variant>
     const int first = own + (lane >> 3), chunk = lane & 7;
     const unsigned char* from = t.data + head * t.head + chunk * 16;
     const unsigned at[2] = {to + GroupedRows<kDim>::offset(first, chunk), to + GroupedRows<kDim>::offset(first + 4, chunk)};
-    auto some = [&](auto part, int rows) {
+    auto some = [&](auto part) {
       constexpr int kFrom = 32 * decltype(part)::value;
-#pragma unroll 4
-      for (int i = 0; i < rows / 8; ++i) {
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const int row = 8 * i + 4 * h;
-          const unsigned char* source = from + __shfl_sync(~0u, where[kFrom / 32], row + (lane >> 3)) * 16ull;
-          const unsigned bytes = first + kFrom + row < valid ? 16 : 0;
+      for (int i = 0; i < 8; ++i) {
+        const unsigned char* source = from + __shfl_sync(~0u, where[kFrom / 32], 4 * i + (lane >> 3)) * 16ull;
+        const unsigned bytes = first + kFrom + 4 * i < valid ? 16 : 0;
 #pragma unroll
-          for (int j = 0; j < kDim / 64; ++j) cp_async_16(at[h] + (kFrom / 8 + i) * kDim * 16 + j * 1024, source + j * 128, bytes);
-        }
+        for (int j = 0; j < kDim / 64; ++j)
+          cp_async_16(at[i & 1] + (kFrom / 8 + i / 2) * kDim * 16 + j * 1024, source + j * 128, bytes);
       }
     };
-    some(Number<0>{}, min(mine, 32));
-    if constexpr (kMine > 32) {
-      if (mine > 32) some(Number<1>{}, mine - 32);
-    }
-    cp_async_commit();
-  };
-  // Values with a mask are looked at when the next keys are under way.
-  int look_stage = -1, look_from = 0, look_to = 0;
-  auto settle = [&] {
-    if (look_stage < 0) return;
-    __syncwarp();
-    const bool any = look_at_values<C>(shared + C::kV + look_stage * C::kVBytes, max(look_from, own), min(look_to, own + mine));
-    if (lane == 0) reinterpret_cast<int*>(shared + C::kStrange)[look_stage * 4 + warp] = any;
-    __syncwarp();
-    barrier_arrive(pipe.v_ready(look_stage));
-    look_stage = -1;
+    some(Number<0>{});
+    if constexpr (kEntries > 1) some(Number<1>{});
   };
   bool more = tiles.next();
   if (more) look();
@@ -281,22 +269,17 @@ __device__ __forceinline__ void bring_rows(const Sm90Params<typename C::Variant>
       k_at[i] = unsigned(static_cast<unsigned long long>(row_offset(kv.k, page, slot)) >> 4);
       v_at[i] = unsigned(static_cast<unsigned long long>(row_offset(kv.v, page, slot)) >> 4);
     }
-    const int head = tiles.head, pos = tiles.pos, end = tiles.end, full_end = tiles.full_end;
+    const int head = tiles.head, valid = tiles.end - tiles.pos;
     more = tiles.next();
     if (more) look();
     barrier_wait(pipe.k_empty(ring.stage), ring.phase ^ 1);
-    copy(Number<C::kDimQk>{}, k_at, kv.k, head, end - pos, pipe.base + C::kK + ring.stage * C::kKBytes);
-    barrier_arrive_copies(pipe.k_full(ring.stage));
-    if (look_stage >= 0) cp_async_wait<1>();
-    settle();
+    copy(Number<C::kDimQk>{}, k_at, kv.k, head, valid, pipe.base + C::kK + ring.stage * C::kKBytes);
+    barrier_arrive_copies(pipe.k_copied(ring.stage));
     barrier_wait(pipe.v_empty(ring.stage), ring.phase ^ 1);
-    copy(Number<C::kDimVo>{}, v_at, kv.v, head, end - pos, pipe.base + C::kV + ring.stage * C::kVBytes);
-    if (C::Variant::kHasMask && pos + C::kTile > full_end) look_stage = ring.stage, look_from = max(full_end - pos, 0), look_to = min(end - pos, C::kTile);
-    else barrier_arrive_copies(pipe.v_ready(ring.stage));
+    copy(Number<C::kDimVo>{}, v_at, kv.v, head, valid, pipe.base + C::kV + ring.stage * C::kVBytes);
+    barrier_arrive_copies(pipe.v_full(ring.stage));
     ring.next();
   }
-  cp_async_wait<0>();
-  settle();
 }
 
 }  // namespace fir

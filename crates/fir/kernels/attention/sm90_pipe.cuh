@@ -52,9 +52,9 @@ struct Sm90Config {
   static constexpr int kQ = 0;
   static constexpr int kK = kQ + kQStages * kQBytes;
   static constexpr int kV = kK + kStages * kKBytes;
-  static constexpr int kBarriers = kV + kStages * kVBytes;      // u64 [7 kStages + kUnitStages]
+  static constexpr int kBarriers = kV + kStages * kVBytes;      // u64 [8 kStages + kUnitStages]
   static constexpr int kUnits = kBarriers + 160;                // Sm90Unit [kUnitStages]
-  static constexpr int kStrange = kUnits + kUnitStages * 80;    // int [kStages][4]
+  static constexpr int kStrange = kUnits + kUnitStages * 80;    // int [kStages]
   static constexpr int kFlag = kStrange + kStages * 16;         // int
   static constexpr int kRowContexts = kFlag + 16;               // RowContext [kUnitStages][kRows]
   static constexpr int kShared = kRowContexts + (kContexts ? kUnitStages * kRows * int(sizeof(RowContext)) : 0);
@@ -117,15 +117,19 @@ struct Sm90Pipe {
   /// A unit is told of; its q may be on the way still.
   __device__ __forceinline__ unsigned unit_full(int s) const { return barrier(7, s); }
 
+  /// Keys have come, copied by threads.
+  __device__ __forceinline__ unsigned k_copied(int s) const { return barrier(9, s); }
+
   __device__ __forceinline__ void init() const {
-    constexpr int kCopiers = C::kGather ? 96 : 1;  // threads that say that rows have come
+    constexpr int kCopiers = C::kGather ? 64 : 1;  // threads that say that rows have come
     for (int s = 0; s < 2; ++s) {
       barrier_init(q_full(s), 1);
       barrier_init(q_empty(s), 8);
-      barrier_init(k_full(s), kCopiers);
+      barrier_init(k_full(s), 1);
+      barrier_init(k_copied(s), kCopiers);
       barrier_init(k_empty(s), 8);
-      barrier_init(v_full(s), 1);
-      barrier_init(v_ready(s), kCopiers);
+      barrier_init(v_full(s), kCopiers);
+      barrier_init(v_ready(s), 1);
       barrier_init(v_empty(s), 8);
     }
     for (int s = 0; s < C::kUnitStages; ++s) barrier_init(unit_full(s), 1);

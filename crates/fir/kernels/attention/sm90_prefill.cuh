@@ -67,15 +67,8 @@ __device__ __forceinline__ void consume(const Sm90Params<typename C::Variant>& a
   auto free = [&](unsigned barrier) {
     if (lane == 0) barrier_arrive(barrier);
   };
-  // Rows that threads have copied are made visible to wgmma by who reads them.
-  auto wait_keys = [&] {
-    barrier_wait(pipe.k_full(ks.stage), ks.phase);
-    if constexpr (C::kGather) fence_async_proxy();
-  };
-  auto wait_values = [&] {
-    barrier_wait(pipe.v_ready(vs.stage), vs.phase);
-    if constexpr (C::kGather) fence_async_proxy();
-  };
+  auto wait_keys = [&] { barrier_wait(pipe.k_full(ks.stage), ks.phase); };
+  auto wait_values = [&] { barrier_wait(pipe.v_ready(vs.stage), vs.phase); };
   auto open = [&](const Sm90Unit& u) {
     pos = last_tile<C>(u.item), kv_start = u.item.kv_start, full_end = u.item.full_end;
     both = u.item.tokens * p.group > 64;
@@ -130,8 +123,7 @@ __device__ __forceinline__ void consume(const Sm90Params<typename C::Variant>& a
     if constexpr (V::kHasMask) {
       if (masked) {
         wait_values();
-        const int* f = strange + vs.stage * 4;
-        if (f[0] | (C::kGather ? f[1] | f[2] : 0)) {
+        if (strange[vs.stage]) {
           const ValueTile<typename C::Type, C::kTile, C::kDimVo / 8, GroupedRows<C::kDimVo>> tile{shared + C::kV + vs.stage * C::kVBytes, nullptr};
           tile.template add<1, C::kDimVo / 8>(state.o, s, [](float x, int, int, int) { return x; });
           named_sync(4, both ? 256 : 128);
@@ -301,10 +293,10 @@ __global__ void __launch_bounds__(C::kThreads, 1) prefill_sm90(const __grid_cons
     fewer_registers<40>();
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (warp == 0) bring_units(all, pipe, shared);
+    else if (warp == 3) keep_values(pipe, shared);
     else if constexpr (C::kGather) bring_rows(all, pipe, shared);
     else if (warp == 1) bring_boxes<C, true>(all, pipe, shared);
-    else if (warp == 2) bring_boxes<C, false>(all, pipe, shared);
-    else keep_values(pipe, shared);
+    else bring_boxes<C, false>(all, pipe, shared);
   } else {
     more_registers<232>();
     consume(all, pipe, shared, group - 1);
