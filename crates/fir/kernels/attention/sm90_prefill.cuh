@@ -5,15 +5,16 @@
 //
 // grid   (blocks)   persistent, one per multiprocessor; block b takes unit b, then the next that nobody took. A unit is
 //                   a KV head of an item; items come longest first, `heads_at_once` heads of all items at a time
-// block  384        warpgroup 0 brings q, keys and values; warpgroups 1 and 2 own 64 rows of the tile each
-// smem   q of kQStages units, 2 x kTile keys, 2 x kTile values, all in rows of 128 swizzled bytes; barriers; the units
+// block  384        warpgroup 0 brings q, keys and values, and the output out; warpgroups 1 and 2 own 64 rows of the tile each
+// smem   q of kQStages units, 2 x kTile keys, 2 x kTile values, all in rows of 128 swizzled bytes; barriers; units and their rows' contexts
 // needs  sm_90a; q, keys and values of one 16-bit type, head dims multiples of 64 up to 256; no rotation.
 //        kGather false: TMA, so boxes of `box_rows` (a multiple of 8) rows that lie in one page
 //
 // The rows of a tile are the query heads of a KV head for several tokens: row = token * group + head in the group.
-// Scores of tile j are under way together with the weighted values of tile j - 1, and a warpgroup's softmax runs while
-// the other has the tensor cores: they issue in turns. Everything else (page table, copies, clearing of values that
-// nobody may see) is warpgroup 0's, ahead of them. docs/kernels.md has the pipeline as a picture.
+// Tiles come from the last to the first: the one with a mask, which takes a step of its own, is first. Scores of a tile are under
+// way together with the weighted values of the tile before, also from unit to unit, and a warpgroup's softmax runs while the other has
+// the tensor cores: they issue in turns. Everything else (units, page table, copies, clearing of values that nobody may see) is
+// warpgroup 0's, ahead of them. docs/kernels.md has the pipeline as a picture.
 //
 // reads  q; pages of the items' requests. Rows at or past kv_end may be read, and do not count
 // writes out, lse of whole units and of merged ones; partial_o, partial_md of parts; counters and queue end as they began
