@@ -2,8 +2,8 @@
 //
 // warp 0   units, told two ahead of the one that runs, and q: what a unit is (a ticket, its item, its pages) takes three
 //          loads that wait for each other, longer than a tile
-// boxes    warp 1 brings keys, warp 2 values by TMA, warp 3 looks after values
-// rows     warps 1 to 3 bring keys and values by cp.async, where no box lies in one page
+// boxes    warp 1 brings keys, warp 2 values by TMA; warp 3 looks after values
+// rows     warps 1 and 2 bring both by cp.async, where no box lies in one page
 //
 // A stage is filled when both other warpgroups have given it back.
 //
@@ -15,8 +15,8 @@
 
 namespace fir {
 
-/// Warp 0. A unit's place among five is free when q of the unit two before it has been asked for: that waited until nobody reads
-/// the q of the unit behind the one that had it.
+/// Warp 0. A unit's place among four is free when q of the unit two before it has been asked for: that waited for the end of the
+/// one that had it.
 template <class C>
 __device__ __forceinline__ void bring_units(const Sm90Params<typename C::Variant>& all, const Sm90Pipe<C>& pipe, unsigned char* shared) {
   const auto& p = all.common;
@@ -24,8 +24,23 @@ __device__ __forceinline__ void bring_units(const Sm90Params<typename C::Variant
   Sm90Unit* units = reinterpret_cast<Sm90Unit*>(shared + C::kUnits);
   const int count = *all.count, total = count * all.heads, block = count * all.heads_at_once;
   Ring<C::kQStages> qs;
-  Ring<C::kUnitStages> us;
-  int unit = blockIdx.x, q_start = 0, head = -1;
+  Ring<C::kUnitStages> us, done;
+  int unit = blockIdx.x, q_start = 0, head = -1, loaded = 0;
+  // Waits until the place of q at `qs` is free. What is in it then is the output of the unit that had it, unless that went out by itself.
+  auto empty = [&] {
+    barrier_wait(pipe.q_empty(qs.stage), qs.phase ^ 1);
+    if (loaded++ < C::kQStages) return;
+    const Sm90Unit& u = units[done.stage];
+    if (lane == 0 && is_staged<C>(all, u.item)) {
+#pragma unroll
+      for (int i = 0; i < C::kDimVo / 64; ++i) {
+        tma_store(&all.out, pipe.base + C::kQ + qs.stage * C::kQBytes + i * C::kRows * 128, i * 64, u.head * p.group, u.item.q_start);
+      }
+      bulk_commit();
+      bulk_wait_read<0>();
+    }
+    done.next();
+  };
   while (true) {
     const int q_before = q_start, head_before = head;
     int next = total;
@@ -52,7 +67,7 @@ __device__ __forceinline__ void bring_units(const Sm90Params<typename C::Variant
     if (lane == 0) barrier_arrive(pipe.unit_full(us.stage));
     us.next();
     if (head_before >= 0) {
-      barrier_wait(pipe.q_empty(qs.stage), qs.phase ^ 1);
+      empty();
       if (lane == 0) {
         barrier_expect(pipe.q_full(qs.stage), all.box_tokens * p.group * C::kDimQk * 2);
 #pragma unroll
@@ -64,6 +79,11 @@ __device__ __forceinline__ void bring_units(const Sm90Params<typename C::Variant
     }
     if (head < 0) break;
     unit = __shfl_sync(~0u, next, 0);
+  }
+#pragma unroll 1
+  for (int i = 0; i < C::kQStages; ++i) {
+    empty();
+    qs.next();
   }
   // Whoever is last has everyone's tickets behind it.
   if (lane == 0 && atomicAdd(&all.queue->done, 1u) == gridDim.x - 1) all.queue->taken = 0, all.queue->done = 0;
@@ -166,103 +186,100 @@ __device__ __forceinline__ void clear_values(unsigned char* values, int to) {
 }
 
 /// Warp 3: values that have come are made ready: rows past the end become zeros, and are there any that a mask may hide from
-/// some rows and that are not finite? Most tiles are as they are.
+/// some rows and that are not finite? Most tiles are as they are. Rows that threads have copied, keys too, are made visible to wgmma.
 template <class C>
 __device__ __forceinline__ void keep_values(const Sm90Pipe<C>& pipe, unsigned char* shared) {
   const int lane = threadIdx.x & 31;
   Tiles<C> tiles(pipe, shared);
   Ring<C::kStages> ring;
   while (tiles.next()) {
+    if constexpr (C::kGather) {
+      barrier_wait(pipe.k_copied(ring.stage), ring.phase);
+      fence_async_proxy();
+      if (lane == 0) barrier_arrive(pipe.k_full(ring.stage));
+    }
     barrier_wait(pipe.v_full(ring.stage), ring.phase);
-    if (tiles.pos + C::kTile > tiles.full_end) {
+    const bool masked = tiles.pos + C::kTile > tiles.full_end;
+    if (masked) {
       unsigned char* values = shared + C::kV + ring.stage * C::kVBytes;
       const int valid = min(tiles.end - tiles.pos, C::kTile);
-      clear_values<C>(values, valid);
+      if constexpr (!C::kGather) clear_values<C>(values, valid);
       bool any = false;
       if constexpr (C::Variant::kHasMask) {
         __syncwarp();
         any = look_at_values<C>(values, max(tiles.full_end - tiles.pos, 0), valid);
       }
-      if (lane == 0) reinterpret_cast<int*>(shared + C::kStrange)[ring.stage * 4] = any;
-      fence_async_proxy();
-      __syncwarp();
+      if (lane == 0) reinterpret_cast<int*>(shared + C::kStrange)[ring.stage] = any;
     }
+    if (C::kGather || masked) fence_async_proxy();
+    __syncwarp();
     if (lane == 0) barrier_arrive(pipe.v_ready(ring.stage));
     ring.next();
   }
 }
 
-/// Warps 1 to 3: rows one by one, by cp.async, 3, 3 and 2 eighths of a tile. No copy is waited for: it says itself that it is
-/// done. Who reads them makes them visible to wgmma.
+/// Warps 1 and 2: rows one by one, by cp.async, half of a tile's each. No copy is waited for: it says itself that it is done.
 template <class C>
 __device__ __forceinline__ void bring_rows(const Sm90Params<typename C::Variant>& all, const Sm90Pipe<C>& pipe, unsigned char* shared) {
   const auto& kv = all.common.kv;
   const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x / 32, 0) - 1;
-  constexpr int kEighth = C::kTile / 8, kMine = 3 * kEighth;  // rows of a warp: 24 or 48
-  const int mine = warp == 2 ? 2 * kEighth : kMine, own = warp * kMine;
+  constexpr int kMine = C::kTile / 2;  // rows of a warp: 32 or 64
+  const int own = warp * kMine;
   Tiles<C> tiles(pipe, shared);
   Ring<C::kStages> ring;
-  // Four lanes share a row. This one's rows are lane / 4, lane / 4 + 8, ... of the warp's, so that a place is found once for all copies of a row.
-  constexpr int kSteps = kMine / 8;
-  const int steps = mine / 8, first = own + (lane >> 2), chunk = lane & 3;
-  // Entries of the page table, asked for a tile ahead.
-  int next[kSteps], entry[kSteps];
+  // This lane's entries of the page table, of rows `lane` and 32 + `lane` of the warp's, asked for a tile ahead; then where those rows
+  // are, in 16-byte units.
+  constexpr int kEntries = kMine / 32;
+  int next[kEntries] = {};
+  unsigned k_at[kEntries] = {}, v_at[kEntries] = {};
+  auto row_of = [&](int i) { return min(tiles.pos + own + 32 * i + lane, tiles.end - 1); };
   auto look = [&] {
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) next[i] = kv.entry(tiles.start, min(tiles.pos + first + 8 * i, tiles.end - 1));
+    for (int i = 0; i < kEntries; ++i) next[i] = kv.entry(tiles.start, row_of(i));
   };
-  auto copy = [&](auto dims, const KvTensor& t, int head, int pos, int end, unsigned to) {
+  // Eight lanes bring 128 bytes of a row: a line of the cache is asked for once.
+  auto copy = [&](auto dims, const unsigned* where, const KvTensor& t, int head, int valid, unsigned to) {
     constexpr int kDim = decltype(dims)::value;
+    const int first = own + (lane >> 3), chunk = lane & 7;
     const unsigned char* from = t.data + head * t.head + chunk * 16;
-    const unsigned at[2] = {to + GroupedRows<kDim>::offset(first, chunk), to + GroupedRows<kDim>::offset(first, chunk + 4)};
+    const unsigned at[2] = {to + GroupedRows<kDim>::offset(first, chunk), to + GroupedRows<kDim>::offset(first + 4, chunk)};
+    auto some = [&](auto part) {
+      constexpr int kFrom = 32 * decltype(part)::value;
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      if (i < steps) {
-        const int row = pos + first + 8 * i;
-        unsigned page;
-        long long slot;
-        kv.place(entry[i], min(row, end - 1), page, slot);
-        const unsigned char* source = from + row_offset(t, page, slot);
-        const unsigned bytes = row < end ? 16 : 0;
+      for (int i = 0; i < 8; ++i) {
+        const unsigned char* source = from + __shfl_sync(~0u, where[kFrom / 32], 4 * i + (lane >> 3)) * 16ull;
+        const unsigned bytes = first + kFrom + 4 * i < valid ? 16 : 0;
 #pragma unroll
-        for (int j = 0; j < kDim / 32; ++j) cp_async_16(at[j & 1] + i * kDim * 16 + (j >> 1) * 1024, source + j * 64, bytes);
+        for (int j = 0; j < kDim / 64; ++j)
+          cp_async_16(at[i & 1] + (kFrom / 8 + i / 2) * kDim * 16 + j * 1024, source + j * 128, bytes);
       }
-    }
-    cp_async_commit();
-  };
-  // Values with a mask are looked at when the next keys are under way.
-  int look_stage = -1, look_from = 0, look_to = 0;
-  auto settle = [&] {
-    if (look_stage < 0) return;
-    __syncwarp();
-    const bool any = look_at_values<C>(shared + C::kV + look_stage * C::kVBytes, max(look_from, own), min(look_to, own + mine));
-    if (lane == 0) reinterpret_cast<int*>(shared + C::kStrange)[look_stage * 4 + warp] = any;
-    __syncwarp();
-    barrier_arrive(pipe.v_ready(look_stage));
-    look_stage = -1;
+    };
+    some(Number<0>{});
+    if constexpr (kEntries > 1) some(Number<1>{});
   };
   bool more = tiles.next();
   if (more) look();
 #pragma unroll 1
   while (more) {
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) entry[i] = next[i];
-    const int head = tiles.head, pos = tiles.pos, end = tiles.end, full_end = tiles.full_end;
+    for (int i = 0; i < kEntries; ++i) {
+      unsigned page;
+      long long slot;
+      kv.place(next[i], row_of(i), page, slot);
+      k_at[i] = unsigned(static_cast<unsigned long long>(row_offset(kv.k, page, slot)) >> 4);
+      v_at[i] = unsigned(static_cast<unsigned long long>(row_offset(kv.v, page, slot)) >> 4);
+    }
+    const int head = tiles.head, valid = tiles.end - tiles.pos;
     more = tiles.next();
     if (more) look();
     barrier_wait(pipe.k_empty(ring.stage), ring.phase ^ 1);
-    copy(Number<C::kDimQk>{}, kv.k, head, pos, end, pipe.base + C::kK + ring.stage * C::kKBytes);
-    barrier_arrive_copies(pipe.k_full(ring.stage));
-    if (look_stage >= 0) cp_async_wait<1>();
-    settle();
+    copy(Number<C::kDimQk>{}, k_at, kv.k, head, valid, pipe.base + C::kK + ring.stage * C::kKBytes);
+    barrier_arrive_copies(pipe.k_copied(ring.stage));
     barrier_wait(pipe.v_empty(ring.stage), ring.phase ^ 1);
-    copy(Number<C::kDimVo>{}, kv.v, head, pos, end, pipe.base + C::kV + ring.stage * C::kVBytes);
-    if (C::Variant::kHasMask && pos + C::kTile > full_end) look_stage = ring.stage, look_from = max(full_end - pos, 0), look_to = min(end - pos, C::kTile);
-    else barrier_arrive_copies(pipe.v_ready(ring.stage));
+    copy(Number<C::kDimVo>{}, v_at, kv.v, head, valid, pipe.base + C::kV + ring.stage * C::kVBytes);
+    barrier_arrive_copies(pipe.v_full(ring.stage));
     ring.next();
   }
-  cp_async_wait<0>();
-  settle();
 }
 
 }  // namespace fir

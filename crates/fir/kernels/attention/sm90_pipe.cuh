@@ -16,7 +16,9 @@ struct alignas(64) Sm90Params {
   TensorMap q;
   /// Keys and values as [head][8-row group][64 columns][row][column]: boxes of `box_rows` rows from row c1 of group c3 on.
   TensorMap k, v;
-  /// The same of 8 rows, which may begin at any row: the last rows of ragged KV.
+  /// The output, as q.
+  TensorMap out;
+  /// Keys and values of 8 rows, which may begin at any row: the last rows of ragged KV.
   TensorMap k_tail, v_tail;
   WorkQueue* queue;
   /// Number of items, in device memory.
@@ -39,7 +41,7 @@ struct Sm90Config {
   using Variant = Variant_;
   static constexpr int kDimQk = kDimQk_, kDimVo = kDimVo_, kTile = kTile_, kQStages = kQStages_;
   static constexpr bool kGather = kGather_;
-  static constexpr int kRows = 128, kThreads = 384, kConsumers = 256, kStages = 2, kUnitStages = 5;
+  static constexpr int kRows = 128, kThreads = 384, kConsumers = 256, kStages = 2, kUnitStages = 4;
   static constexpr Wgmma kType = Same<T, Bf16>::value ? Wgmma::kBf16 : Wgmma::kF16;
   static constexpr int kQBytes = kRows * kDimQk * 2, kKBytes = kTile * kDimQk * 2, kVBytes = kTile * kDimVo * 2;
   /// Hooks see every logit: scores become logits before the maximum is taken.
@@ -50,9 +52,9 @@ struct Sm90Config {
   static constexpr int kQ = 0;
   static constexpr int kK = kQ + kQStages * kQBytes;
   static constexpr int kV = kK + kStages * kKBytes;
-  static constexpr int kBarriers = kV + kStages * kVBytes;      // u64 [7 kStages + kUnitStages]
+  static constexpr int kBarriers = kV + kStages * kVBytes;      // u64 [8 kStages + kUnitStages]
   static constexpr int kUnits = kBarriers + 160;                // Sm90Unit [kUnitStages]
-  static constexpr int kStrange = kUnits + kUnitStages * 80;    // int [kStages][4]
+  static constexpr int kStrange = kUnits + kUnitStages * 80;    // int [kStages]
   static constexpr int kFlag = kStrange + kStages * 16;         // int
   static constexpr int kRowContexts = kFlag + 16;               // RowContext [kUnitStages][kRows]
   static constexpr int kShared = kRowContexts + (kContexts ? kUnitStages * kRows * int(sizeof(RowContext)) : 0);
@@ -76,6 +78,12 @@ struct Sm90Unit {
   int start;
   int pad[2];
 };
+
+/// Whether rows of an item leave as a box, by warp 0. Others are written from registers: they are slower, at 12 % of a unit of 4 tiles.
+template <class C, class V>
+__device__ __forceinline__ bool is_staged(const Sm90Params<V>& all, const WorkItem& w) {
+  return !Same<typename C::Out, State>::value && w.partial < 0 && w.tokens == all.box_tokens;
+}
 
 /// Where the last tile of an item begins: below `kv_start` if there is none.
 template <class C>
@@ -109,15 +117,19 @@ struct Sm90Pipe {
   /// A unit is told of; its q may be on the way still.
   __device__ __forceinline__ unsigned unit_full(int s) const { return barrier(7, s); }
 
+  /// Keys have come, copied by threads.
+  __device__ __forceinline__ unsigned k_copied(int s) const { return barrier(9, s); }
+
   __device__ __forceinline__ void init() const {
-    constexpr int kCopiers = C::kGather ? 96 : 1;  // threads that say that rows have come
+    constexpr int kCopiers = C::kGather ? 64 : 1;  // threads that say that rows have come
     for (int s = 0; s < 2; ++s) {
       barrier_init(q_full(s), 1);
       barrier_init(q_empty(s), 8);
-      barrier_init(k_full(s), kCopiers);
+      barrier_init(k_full(s), 1);
+      barrier_init(k_copied(s), kCopiers);
       barrier_init(k_empty(s), 8);
-      barrier_init(v_full(s), 1);
-      barrier_init(v_ready(s), kCopiers);
+      barrier_init(v_full(s), kCopiers);
+      barrier_init(v_ready(s), 1);
       barrier_init(v_empty(s), 8);
     }
     for (int s = 0; s < C::kUnitStages; ++s) barrier_init(unit_full(s), 1);

@@ -5,15 +5,16 @@
 //
 // grid   (blocks)   persistent, one per multiprocessor; block b takes unit b, then the next that nobody took. A unit is
 //                   a KV head of an item; items come longest first, `heads_at_once` heads of all items at a time
-// block  384        warpgroup 0 brings q, keys and values; warpgroups 1 and 2 own 64 rows of the tile each
-// smem   q of kQStages units, 2 x kTile keys, 2 x kTile values, all in rows of 128 swizzled bytes; barriers; the units
+// block  384        warpgroup 0 brings q, keys and values, and the output out; warpgroups 1 and 2 own 64 rows of the tile each
+// smem   q of kQStages units, 2 x kTile keys, 2 x kTile values, all in rows of 128 swizzled bytes; barriers; units and their rows' contexts
 // needs  sm_90a; q, keys and values of one 16-bit type, head dims multiples of 64 up to 256; no rotation.
 //        kGather false: TMA, so boxes of `box_rows` (a multiple of 8) rows that lie in one page
 //
 // The rows of a tile are the query heads of a KV head for several tokens: row = token * group + head in the group.
-// Scores of tile j are under way together with the weighted values of tile j - 1, and a warpgroup's softmax runs while
-// the other has the tensor cores: they issue in turns. Everything else (page table, copies, clearing of values that
-// nobody may see) is warpgroup 0's, ahead of them. docs/kernels.md has the pipeline as a picture.
+// Tiles come from the last to the first: the one with a mask, which takes a step of its own, is first. Scores of a tile are under
+// way together with the weighted values of the tile before, also from unit to unit, and a warpgroup's softmax runs while the other has
+// the tensor cores: they issue in turns. Everything else (units, page table, copies, clearing of values that nobody may see) is
+// warpgroup 0's, ahead of them. docs/kernels.md has the pipeline as a picture.
 //
 // reads  q; pages of the items' requests. Rows at or past kv_end may be read, and do not count
 // writes out, lse of whole units and of merged ones; partial_o, partial_md of parts; counters and queue end as they began
@@ -67,15 +68,8 @@ __device__ __forceinline__ void consume(const Sm90Params<typename C::Variant>& a
   auto free = [&](unsigned barrier) {
     if (lane == 0) barrier_arrive(barrier);
   };
-  // Rows that threads have copied are made visible to wgmma by who reads them.
-  auto wait_keys = [&] {
-    barrier_wait(pipe.k_full(ks.stage), ks.phase);
-    if constexpr (C::kGather) fence_async_proxy();
-  };
-  auto wait_values = [&] {
-    barrier_wait(pipe.v_ready(vs.stage), vs.phase);
-    if constexpr (C::kGather) fence_async_proxy();
-  };
+  auto wait_keys = [&] { barrier_wait(pipe.k_full(ks.stage), ks.phase); };
+  auto wait_values = [&] { barrier_wait(pipe.v_ready(vs.stage), vs.phase); };
   auto open = [&](const Sm90Unit& u) {
     pos = last_tile<C>(u.item), kv_start = u.item.kv_start, full_end = u.item.full_end;
     both = u.item.tokens * p.group > 64;
@@ -130,8 +124,7 @@ __device__ __forceinline__ void consume(const Sm90Params<typename C::Variant>& a
     if constexpr (V::kHasMask) {
       if (masked) {
         wait_values();
-        const int* f = strange + vs.stage * 4;
-        if (f[0] | (C::kGather ? f[1] | f[2] : 0)) {
+        if (strange[vs.stage]) {
           const ValueTile<typename C::Type, C::kTile, C::kDimVo / 8, GroupedRows<C::kDimVo>> tile{shared + C::kV + vs.stage * C::kVBytes, nullptr};
           tile.template add<1, C::kDimVo / 8>(state.o, s, [](float x, int, int, int) { return x; });
           named_sync(4, both ? 256 : 128);
@@ -154,14 +147,15 @@ __device__ __forceinline__ void consume(const Sm90Params<typename C::Variant>& a
 #pragma unroll
     for (int i = 0; i < S::kOut; ++i) state.o[i] = 0.0f;
   };
-  // Writes unit `u`, whose softmax ended with (m, d).
-  auto finish = [&](const Sm90Unit& u, const float (&m)[2], const float (&d)[2], bool mine) {
-    if (mine) state.finish(p, u.item, u.head, first_row, all.group_inverse, m, d);
+  // Writes unit `u`, whose q is at stage `at` and whose softmax ended with (m, d), and gives the place of q back: with the output in it.
+  auto finish = [&](const Sm90Unit& u, int at, const float (&m)[2], const float (&d)[2], bool mine) {
+    if (mine) {
+      named_sync(5 + group, 128);
+      state.finish(p, u.item, u.head, first_row, all.group_inverse, m, d, is_staged<C>(all, u.item), pipe.base + C::kQ + at * C::kQBytes + first_row * 128);
+    }
     if (u.item.partial >= 0) merge_unit<C>(p, u, reinterpret_cast<int*>(shared + C::kFlag));
-  };
-  auto free_queries = [&] {
-    free(pipe.q_empty(qs.stage));
-    qs.next();
+    __syncwarp();
+    free(pipe.q_empty(at));
   };
 
   if (group == 1) named_arrive(1, 256);
@@ -238,10 +232,9 @@ __device__ __forceinline__ void consume(const Sm90Params<typename C::Variant>& a
         float m[2] = {state.m[0], state.m[1]}, d[2] = {state.d[0], state.d[1]};
         const bool last = pos < kv_start;
         const Sm90Unit& u = units[us.stage];
+        const int at = qs.stage;
         if (last) {
-          // Its scores are all there.
-          free_queries();
-          // With one place for q, the next is only now on its way.
+          // With one place for q, the next is not there yet.
           if constexpr (C::kQStages == 1) break;
           Ring<C::kUnitStages> next = us;
           next.next();
@@ -249,6 +242,7 @@ __device__ __forceinline__ void consume(const Sm90Params<typename C::Variant>& a
           const Sm90Unit& n = units[next.stage];
           if (n.head < 0 || n.item.kv_start >= n.item.kv_end || (n.item.tokens * p.group > 64) != both) break;
           us = next;
+          qs.next();
           open(n);
           barrier_wait(pipe.q_full(qs.stage), qs.phase);
         }
@@ -268,7 +262,7 @@ __device__ __forceinline__ void consume(const Sm90Params<typename C::Variant>& a
         vs.next();
         sum();
         if (last) {
-          finish(u, m, d, true);
+          finish(u, at, m, d, true);
           clear();
         } else if (grown) {
           state.rescale(by);
@@ -282,11 +276,9 @@ __device__ __forceinline__ void consume(const Sm90Params<typename C::Variant>& a
       wgmma_wait<0>();
       free(pipe.v_empty(vs.stage));
       vs.next();
-    } else {
-      free_queries();
     }
-    finish(units[us.stage], state.m, state.d, mine);
-    us.next();
+    finish(units[us.stage], qs.stage, state.m, state.d, mine);
+    us.next(), qs.next();
   }
 }
 
@@ -303,10 +295,10 @@ __global__ void __launch_bounds__(C::kThreads, 1) prefill_sm90(const __grid_cons
     fewer_registers<40>();
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (warp == 0) bring_units(all, pipe, shared);
+    else if (warp == 3) keep_values(pipe, shared);
     else if constexpr (C::kGather) bring_rows(all, pipe, shared);
     else if (warp == 1) bring_boxes<C, true>(all, pipe, shared);
-    else if (warp == 2) bring_boxes<C, false>(all, pipe, shared);
-    else keep_values(pipe, shared);
+    else bring_boxes<C, false>(all, pipe, shared);
   } else {
     more_registers<232>();
     consume(all, pipe, shared, group - 1);

@@ -209,8 +209,10 @@ struct Sm90State {
     }
   }
 
-  /// Writes the warp's rows from `first` on, whose softmax ended with (m, d): the output of a whole unit, or a part's state.
-  __device__ __forceinline__ void finish(const AttentionParams<V>& p, const WorkItem& w, int head, int first, unsigned inverse, const float (&m)[2], const float (&d)[2]) {
+  /// Writes the warp's rows from `first` on, whose softmax ended with (m, d): a part's state, or the output of a whole unit, that if
+  /// `staged` to `stage`, the warp's place in shared memory (128-byte rows of 64 columns, the next 64 `kRows` rows further).
+  __device__ __forceinline__ void finish(const AttentionParams<V>& p, const WorkItem& w, int head, int first, unsigned inverse, const float (&m)[2],
+                                         const float (&d)[2], bool staged, unsigned stage) {
     const int lane = threadIdx.x & 31, rows = w.tokens * p.group;
     const float v_scale = p.kv.v_scale;
     constexpr bool kStates = Same<typename C::Out, State>::value;
@@ -233,43 +235,65 @@ struct Sm90State {
       return;
     }
     if constexpr (!kStates) {
+      float scale[2];
+      unsigned char* to[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int row = first + 8 * h + lane / 4;
         const int token = row * inverse >> 22, qo = head * p.group + row - token * p.group;
-        float sum = quad_sum(d[h]), top = m[h], scale = v_scale;
+        float sum = quad_sum(d[h]), top = m[h];
+        scale[h] = v_scale;
         RowContext context;
         if constexpr (V::kHasInit || V::kHasOutput) context = row_context(w, p.out.tokens, head, p.group, min(row, rows - 1));
         if constexpr (V::kSoftmax) {
           if constexpr (V::kHasInit) {
             const float sink = context.template init<V>(p.variant) * kLog2e, next = fmaxf(top, sink), a = exp2_diff(top, next);
             sum = sum * a + exp2_diff(sink, next);
-            scale *= a;
+            scale[h] *= a;
             top = next;
           }
-          scale = sum == 0.0f ? 0.0f : __fdividef(scale, sum);
+          scale[h] = sum == 0.0f ? 0.0f : __fdividef(scale[h], sum);
+          if (__any_sync(~0u, sum == 0.0f)) {
+            // A row that saw nothing: zeros, whatever was multiplied by 0.
+#pragma unroll
+            for (int i = 0; i < kOut; ++i) o[i] = ((i >> 1) & 1) == h && sum == 0.0f ? 0.0f : o[i];
+          }
         }
+        if constexpr (V::kHasOutput) {
+#pragma unroll
+          for (int i = 0; i < kOut; ++i) {
+            if (((i >> 1) & 1) == h) o[i] = context.template output<V>(p.variant, o[i] * scale[h], top * kLn2, sum);
+          }
+          scale[h] = 1.0f;
+        }
+        to[h] = p.out.out + static_cast<long long>(w.q_start + token) * p.out.out_token + static_cast<long long>(qo) * p.out.out_head + (lane & 3) * 16;
         if (V::kSoftmax && p.out.lse != nullptr && row < rows && (lane & 3) == 0) {
           p.out.lse[(w.q_start + token) * p.out.lse_token + qo * p.out.lse_head] = sum == 0.0f ? neg_inf() : top + log2f(sum);
         }
-        // Lanes of a quad have two columns each of 8: they trade until each has all of one in four chunks of 8, 16 bytes.
-        unsigned char* to = p.out.out + static_cast<long long>(w.q_start + token) * p.out.out_token + static_cast<long long>(qo) * p.out.out_head;
-        const int q = lane & 3;
+      }
+      if (staged) {
+        const unsigned at = stage + (lane & 15) * 128;
 #pragma unroll
-        for (int g = 0; g < C::kDimVo / 8; g += 4) {
+        for (int g = 0; g < C::kDimVo / 8; g += 2) {
+          const float* x = o + g * 4;
+          stmatrix_x4(at + (g >> 3) * C::kRows * 128 + ((((g & 7) + (lane >> 4)) ^ (lane & 7)) << 4), pack2<typename C::Out>(x[0] * scale[0], x[1] * scale[0]),
+                      pack2<typename C::Out>(x[2] * scale[1], x[3] * scale[1]), pack2<typename C::Out>(x[4] * scale[0], x[5] * scale[0]),
+                      pack2<typename C::Out>(x[6] * scale[1], x[7] * scale[1]));
+        }
+        fence_async_proxy();
+        return;
+      }
+      // Lanes of a quad have two columns each of 8: they trade until each has all of one in four chunks of 8, 16 bytes.
+#pragma unroll
+      for (int g = 0; g < C::kDimVo / 8; g += 4) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
           u32 x[4];
 #pragma unroll
-          for (int k = 0; k < 4; ++k) {
-            float a = o[4 * (g + k) + 2 * h] * scale, b = o[4 * (g + k) + 2 * h + 1] * scale;
-            if constexpr (V::kHasOutput) {
-              if (V::kSoftmax && sum == 0.0f) a = b = 0.0f;
-              a = context.template output<V>(p.variant, a, top * kLn2, sum), b = context.template output<V>(p.variant, b, top * kLn2, sum);
-            }
-            x[k] = V::kSoftmax && !V::kHasOutput && sum == 0.0f ? 0u : pack2<typename C::Out>(a, b);
-          }
-          trade<1>(x[0], x[1], q), trade<1>(x[2], x[3], q);
-          trade<2>(x[0], x[2], q), trade<2>(x[1], x[3], q);
-          if (row < rows) *reinterpret_cast<uint4*>(to + (g + q) * 16) = make_uint4(x[0], x[1], x[2], x[3]);
+          for (int k = 0; k < 4; ++k) x[k] = pack2<typename C::Out>(o[4 * (g + k) + 2 * h] * scale[h], o[4 * (g + k) + 2 * h + 1] * scale[h]);
+          trade<1>(x[0], x[1], lane), trade<1>(x[2], x[3], lane);
+          trade<2>(x[0], x[2], lane), trade<2>(x[1], x[3], lane);
+          if (first + 8 * h + lane / 4 < rows) *reinterpret_cast<uint4*>(to[h] + g * 16) = make_uint4(x[0], x[1], x[2], x[3]);
         }
       }
     }

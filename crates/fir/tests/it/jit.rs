@@ -29,7 +29,7 @@ const BUDGETS: &[(&str, u32, u32)] = &[
     ("attention/prefill", 255, 0),
     // What a thread of 384 has when they begin; two warpgroups then take 232 each. Their loops spill nothing, what stands
     // around them a few numbers of the unit.
-    ("attention/sm90_prefill", 168, 128),
+    ("attention/sm90_prefill", 168, 80),
     // A block of 12 or 16 warps to a multiprocessor.
     ("attention/sm90_sparse", 168, 0),
     // Two blocks of 128 threads, or one of 256, to a multiprocessor: its registers hold 255 of each.

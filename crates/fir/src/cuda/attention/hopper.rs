@@ -13,7 +13,7 @@ use crate::tensor::DType;
 pub(super) const ROWS: usize = 128;
 
 /// Units that are known at a time, each with where its rows stand.
-const UNITS: usize = 5;
+const UNITS: usize = 4;
 
 /// Most rows of a box: a tile of 64 or 128 positions begins at a multiple of it.
 const BOX: usize = 64;
@@ -24,6 +24,7 @@ params! {
         q: TensorMap,
         k: TensorMap,
         v: TensorMap,
+        out: TensorMap,
         k_tail: TensorMap,
         v_tail: TensorMap,
         queue: Address,
@@ -114,7 +115,7 @@ impl Boxes {
 pub(super) fn params(
     gpu: &Gpu,
     spec: &Spec,
-    (q, tokens): (Rows, usize),
+    ([q, out], tokens): ([Rows; 2], usize),
     [k, v]: [KvTensor; 2],
     kv_heads: usize,
     boxes: Option<Boxes>,
@@ -126,9 +127,13 @@ pub(super) fn params(
     let map = |start: Address, dims: &[u64], strides: &[u64], shape: &[u32]| {
         gpu.tensor_map(&driver::Boxes { start: start.0, dtype: spec.kv, dims, strides, shape, in_order: false })
     };
-    let strides = [or(q.head, spec.dim_qk), or(q.token, spec.dim_qk)];
-    let dims = [spec.dim_qk as u64, group * heads, tokens as u64];
-    let q = map(q.start, &dims, &strides, &[64, group as u32, box_tokens as u32])?;
+    let rows = |rows: Rows, dim: usize| {
+        let dims = [dim as u64, group * heads, tokens as u64];
+        map(rows.start, &dims, &[or(rows.head, dim), or(rows.token, dim)], &[64, group as u32, box_tokens as u32])
+    };
+    let q = rows(q, spec.dim_qk)?;
+    // States leave without a map.
+    let out = if spec.states { none } else { rows(out, spec.dim_vo)? };
     let pool = |t: KvTensor, dim: usize, groups: u64, boxes: &Boxes| -> Result<[TensorMap; 2]> {
         let row = or(t.row, dim);
         let (halves, strides) = (dim as u64 / 64, [row, 128, 8 * row, or(t.head, dim)]);
@@ -148,6 +153,7 @@ pub(super) fn params(
         q,
         k,
         v,
+        out,
         k_tail,
         v_tail,
         queue: Address(0),
@@ -164,8 +170,8 @@ pub(super) fn params(
 }
 
 /// KV heads that are taken before the next ones: as many as have their `rows` of keys and values in two fifths of a level-2 cache
-/// of `l2` bytes, but enough for two units per worker. On an H200 (TFLOP/s, 16 x 1024 causal, 8 heads): 8 at once 382, 2 at
-/// once 416.
+/// of `l2` bytes, but enough for two units per worker. On an H200 (TFLOP/s, 16 x 1024 causal, 8 heads): 8 at once 421, 4 471, 2
+/// 488, 1 481.
 pub(super) fn heads_at_once(s: &Spec, rows: u64, heads: usize, l2: usize, [items, workers]: [usize; 2]) -> usize {
     let per_head = rows * 2 * (s.dim_qk + s.dim_vo) as u64;
     let in_cache = (l2 as u64 * 2 / 5) / per_head.max(1);

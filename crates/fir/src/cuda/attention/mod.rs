@@ -579,7 +579,8 @@ impl Plan {
         let runs = indices == Address(0) || page_size.is_multiple_of(form::RUN as u32);
         let (q_pe, pe_factor) = pe.unwrap_or_default();
         let latent = mla::Tensors { q_pe, pe_factor, ckv: k, kpe, pages: pages as u64, page_size };
-        // `sm90_prefill.cuh` writes 16 bytes at a time.
+        // `sm90_prefill.cuh` writes 16 bytes at a time, or boxes.
+        let out_rows = Rows { start: out.out, token: out.token, head: out.head };
         let whole = aligned && [out.out.0, out.token, out.head].iter().all(|x| x % 16 == 0);
         let boxes = hopper::Boxes::new([k, v], pages as u64, rows_per_page as u64, indices == Address(0));
         let mut tail = Vec::new();
@@ -594,7 +595,7 @@ impl Plan {
             let form = lane.instance.form;
             // Maps of tensors that the copy engine does not take are not made.
             let hopper = (form == Form::Hopper && whole && (boxes.is_some() || near))
-                .then(|| hopper::params(gpu, spec, (rows, tokens), [k, v], self.kv_heads, boxes).ok())
+                .then(|| hopper::params(gpu, spec, ([rows, out_rows], tokens), [k, v], self.kv_heads, boxes).ok())
                 .flatten();
             let fits = match form {
                 Form::Decode => aligned && runs,
