@@ -44,6 +44,7 @@ struct SparseParams {
   int tokens, block_tokens, group, heads, units;
   /// Factor of the scores, log2 e included.
   float scale;
+  long long pad;
 };
 
 template <class T_, int kDim_, int kWarps_, int kBlocks_, int kStages_>

@@ -3,8 +3,8 @@
 use std::fmt::Write as _;
 
 use fir::attention::{
-    BatchArgs, BatchPlan, CascadeArgs, CascadeLevel, CascadePlan, DecodeArgs, DecodePlan, MlaArgs, MlaPlan, MlaProblem,
-    Problem, Split,
+    BatchArgs, BatchPlan, BlockMask, CascadeArgs, CascadeLevel, CascadePlan, DecodeArgs, DecodePlan, MlaArgs, MlaPlan,
+    MlaProblem, Problem, SparseArgs, SparsePlan, Split,
 };
 use fir::exec::{Arch, Gpu, Launch};
 use fir::kv::{Kv, KvLayout, PageTable, PagedKv, PagedMla, Ragged, RaggedKv};
@@ -155,6 +155,35 @@ fn a_cascade_is_a_launch_per_level_and_one_to_merge() {
         plan.run(exec, CascadeArgs { q: q.view(), kv, params, sm_scale: None, scratch, out, lse: None })
     });
     insta::assert_snapshot!(text);
+}
+
+/// Row blocks of up to 16 rows share a launch of their own where they have columns in common and fill the device.
+#[test]
+fn small_row_blocks_that_share_columns_are_one_launch() {
+    let (d, rows, cols, blocks) = (DType::BF16, 355, 96, 23);
+    let kernel = |heads: usize, mask: BlockMask<'_>, split: Split, dim: usize| {
+        let (q, kv, mut out) =
+            (zeros(d, &[rows, heads, dim]), zeros(d, &[cols, heads, dim]), zeros(d, &[rows, heads, dim]));
+        let text = launches(|exec| {
+            let problem = Problem::new(heads, heads, dim, d, variant::standard());
+            let plan = SparsePlan::new(exec, problem, mask, split)?;
+            let (q, k, v, scratch, out) = (q.view(), kv.view(), kv.view(), &mut plan.scratch(), out.view_mut());
+            let params = &Params::new();
+            plan.run(exec, SparseArgs { q, k, v, params, sm_scale: None, scratch, out, lse: None })
+        });
+        assert_eq!(text.matches("SparsePlan::run:").count() + text.matches("BatchPlan::run:").count(), 1, "{text}");
+        text
+    };
+    let all: Vec<i32> = (0..blocks).flat_map(|_| 0..6).collect();
+    let indptr: Vec<i32> = (0..=blocks).map(|r| 6 * r).collect();
+    let mask = BlockMask { indptr: &indptr, indices: &all, rows, cols, block_rows: 16, block_cols: 16 };
+    let text = kernel(70, mask, Split::Balanced, 128);
+    assert!(text.contains("fir::sparse_sm90<fir::SparseConfig<fir::Bf16, 128, 11, 8, 3>>"), "{text}");
+    let numbers = "tokens 355, block_tokens 16, group 1, heads 70, units 3";
+    assert!(text.contains(numbers) && text.contains("grid [132, 1, 1], block [384, 1, 1], smem 196656"), "{text}");
+    // Too few to fill the device; bits that may not depend on neighbours.
+    assert!(kernel(8, mask, Split::Balanced, 128).contains("fir::decode<"));
+    assert!(kernel(70, mask, Split::Fixed(64), 128).contains("fir::decode<"));
 }
 
 /// A latent decode of 128 heads in bf16 with pages of so many rows, as launches.

@@ -186,11 +186,8 @@ impl Plan {
         let Some(kernel) = self.levels.as_ref().filter(|_| rows > 0) else { return call.finish() };
         states.name(&mut call);
         self.name(&mut call);
-        let [partial_md, partial_o] = states.partials_from(0);
         let params = LevelsParams {
             out: OutParams {
-                partial_md,
-                partial_o,
                 out,
                 lse,
                 out_token,

@@ -236,13 +236,13 @@ impl Lists {
                     }
                 }
             }
-            let own = even(own, &by, warps);
+            let own = even(own, &by);
             let (first, words) = (columns.len(), own.len().div_ceil(32));
             lists.extend([first as i32, own.len() as i32]);
             let bits = seen.len();
             seen.resize(bits + warps * words, 0u32);
             for (i, &c) in own.iter().enumerate() {
-                for w in (0..warps).filter(|w| by[c] >> w & 1 == 1) {
+                for w in ones(by[c]) {
                     seen[bits + w * words + i / 32] |= 1 << (i % 32);
                 }
                 columns.push(c as i32);
@@ -255,12 +255,21 @@ impl Lists {
     }
 }
 
-/// Columns in an order in which all row blocks come to theirs evenly: a warp that has nothing for long holds up the ring.
-fn even(mut columns: Vec<usize>, by: &[u16], warps: usize) -> Vec<usize> {
+/// Numbers of the bits that are set.
+fn ones(mut bits: u16) -> impl Iterator<Item = usize> {
+    std::iter::from_fn(move || {
+        let first = (bits != 0).then(|| bits.trailing_zeros() as usize);
+        bits &= bits.wrapping_sub(1);
+        first
+    })
+}
+
+/// Columns in an order in which all row blocks come to theirs evenly: a warp that has much at once holds up the ring.
+fn even(mut columns: Vec<usize>, by: &[u16]) -> Vec<usize> {
     // How far ahead a column is looked for.
     const AHEAD: usize = 24;
     let count = columns.len() as i64;
-    let bits = |c: usize| (0..warps).filter(move |w| by[c] >> w & 1 == 1);
+    let bits = |c: usize| ones(by[c]);
     let (mut all, mut sent) = ([0i64; 16], [0i64; 16]);
     columns.iter().for_each(|&c| bits(c).for_each(|w| all[w] += 1));
     for i in 0..columns.len() {

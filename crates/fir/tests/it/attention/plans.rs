@@ -530,11 +530,21 @@ fn small_row_blocks_of_many_heads_match_a_masked_reference() {
                 .extend((0..(cols / block_cols) as i32).filter(|&c| r != 5 && c != 1 && (c == 2 || rng.below(2) > 0)));
             indptr.push(indices.len() as i32);
         }
-        let sees = |_: usize, i: usize, j: usize| {
-            let r = i / block_rows;
-            indices[indptr[r] as usize..indptr[r + 1] as usize].contains(&((j / block_cols) as i32))
+        // The same as requests of a row block each, whose pages are column blocks.
+        let ends = vec![block_cols as i32; blocks];
+        let table = PageTable::new(block_cols, cols / block_cols, indptr.clone(), indices.clone(), &ends).unwrap();
+        let lens: Vec<u32> = (0..blocks).map(|r| block_rows.min(rows - r * block_rows) as u32).collect();
+        let pages = |t: &'_ Tensor| t.clone().reshaped(&[cols / block_cols, block_cols, kv_heads, dim]).unwrap();
+        let pool = [pages(&k), pages(&v)];
+        let b = reference::attention::Batch {
+            q: q.view(),
+            qo: &Ragged::from_lens(&lens).unwrap(),
+            kv: Kv::Paged(PagedKv::new(pool[0].view(), pool[1].view(), KvLayout::Nhd).unwrap(), &table),
+            variant: &variant::standard(),
+            params: &Params::new(),
+            sm_scale: f64::from(1.0 / (dim as f32).sqrt()),
         };
-        let expected = masked_reference(&q, &k, &v, sees);
+        let expected = Expected::of(dtype, |p| reference::attention::batch(p, &b));
         every_exec(|exec| {
             let problem = Problem::new(heads, kv_heads, dim, dtype, variant::standard());
             let mask = BlockMask { indptr: &indptr, indices: &indices, rows, cols, block_rows, block_cols };
