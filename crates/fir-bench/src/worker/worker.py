@@ -12,6 +12,7 @@ of an import, and what one does to torch no other sees. A worker talks JSON line
 import ctypes
 import glob
 import importlib
+import inspect
 import json
 import os
 import signal
@@ -212,8 +213,20 @@ class Worker:
         module = importlib.import_module(name)
         if not hasattr(module, symbol) or not callable(getattr(module, symbol)):
             raise BuildError(f"{q['entry_file']} has no function `{symbol}`")
-        self.fn, self.plan = getattr(module, symbol), getattr(module, "plan", None)
+        self.fn, self.plan = self.by_name(getattr(module, symbol)), getattr(module, "plan", None)
         return {}
+
+    def by_name(self, fn):
+        """The function with the definition's order of arguments: some name the same ones in another order."""
+        order = self.input_names + (self.output_names if self.style == "destination" else [])
+        try:
+            names = [n for n in inspect.signature(fn).parameters if n != "plan"]
+        except (TypeError, ValueError):
+            return fn
+        if names == order or sorted(names) != sorted(order):
+            return fn
+        places = [order.index(n) for n in names]
+        return lambda *args, **more: fn(*[args[i] for i in places], **more)
 
     def planned(self, bases, specs):
         """The function to time: what `plan` made of the inputs that do not change is given to it."""
