@@ -18,9 +18,6 @@ use std::path::{Component, Path, PathBuf};
 use crate::error::{Error, Result};
 use crate::schema::{Definition, Input, Solution, Trace, Workload};
 
-/// Errors that still count as right, where nothing else is said.
-pub const TOLERANCE: f64 = 1e-2;
-
 /// Definitions, solutions, workloads and traces, and where they lie.
 #[derive(Clone, Debug, Default)]
 pub struct TraceSet {

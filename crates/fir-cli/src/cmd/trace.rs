@@ -16,7 +16,7 @@ use fir_bench::benchmark::{self, Config, Evaluating, Event};
 use fir_bench::profile::{Tool, profile};
 use fir_bench::schema::{Trace, import_definition};
 use fir_bench::validate::{Severity, validate};
-use fir_bench::{TraceSet, apply, ops, report, score, synth, traceset};
+use fir_bench::{TraceSet, apply, ops, report, score, synth};
 use indicatif::{ProgressBar, ProgressStyle};
 
 /// Options of `fir trace`.
@@ -57,7 +57,7 @@ enum Command {
         #[arg(long)]
         definition: Option<String>,
         /// Largest absolute error
-        #[arg(long, default_value_t = traceset::TOLERANCE)]
+        #[arg(long, default_value_t = f64::INFINITY)]
         atol: f64,
         /// Largest relative error
         #[arg(long, default_value_t = f64::INFINITY)]
