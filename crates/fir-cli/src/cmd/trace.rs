@@ -459,6 +459,8 @@ mod tests {
     use std::net::TcpStream;
 
     use clap::Parser;
+    use fir_bench::record::{Dump, Keep, Recorder};
+    use fir_engine::{Engine, Model, Request, Sampling};
 
     use super::*;
 
@@ -531,6 +533,34 @@ mod tests {
         let (fine, said) = trace(&["validate", &root]).unwrap();
         assert!(!fine && said.contains("error: definitions/op/e.json: `axes`: is required"), "{said}");
         assert!(trace(&["best", &merged, "--definition", "none"]).is_err());
+    }
+
+    #[test]
+    fn a_running_engine_is_recorded() {
+        let root = std::env::temp_dir().join(format!("fir-trace-{}-recorded", std::process::id()));
+        let _ = std::fs::remove_dir_all(&root);
+        let recorder = Arc::new(Recorder::new(TraceSet::new(&root), Dump::Integers, Keep::FirstByLengths(1)));
+        let exec = fir::Exec::cpu().unwrap().with_override(recorder.clone());
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fir-engine/tests/golden/llama");
+        let model = Arc::new(Model::load(&exec, &path).unwrap());
+        let config = fir_engine::Config { memory: Some(64 << 20), page_size: 4, drafts: 0, ..Default::default() };
+        let handle = Engine::start(model, config).unwrap();
+        let sampling = Sampling { max_tokens: 4, ignore_eos: true, ..Sampling::default() };
+        let request = Request { prompt: (3..20).collect(), sampling, ..Request::default() };
+        let (tx, rx) = std::sync::mpsc::channel();
+        handle.submit(request, move |event| tx.send(event).is_ok()).unwrap();
+        let failed = rx.iter().find(|event| matches!(event, fir_engine::Event::Failed(_)));
+        assert!(failed.is_none(), "{failed:?}");
+        drop(handle);
+        let (fine, said) = trace(&["validate", root.to_str().unwrap()]).unwrap();
+        assert!(fine, "{said}");
+        let set = TraceSet::load(&root).unwrap();
+        let names: Vec<&str> = set.definitions().map(|d| d.name()).collect();
+        for kind in
+            ["gqa_paged_decode_h4_kv2_d16_ps4", "gqa_paged_prefill_causal_h4_kv2_d16_ps4", "rmsnorm_h64", "gemm_n"]
+        {
+            assert!(names.iter().any(|n| n.starts_with(kind)), "{kind}: {names:?}, {:?}", recorder.missed());
+        }
     }
 
     #[test]
