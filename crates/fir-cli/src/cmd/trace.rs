@@ -590,5 +590,22 @@ mod tests {
             let text = get(path);
             assert!(text.starts_with(&format!("HTTP/1.1 {status}")) && text.contains(has), "{path}: {text}");
         }
+        // What a browser makes of them, where there is one.
+        let is_there = |name: &&str| std::process::Command::new(name).arg("--version").output().is_ok();
+        let Some(browser) = ["chromium", "google-chrome"].into_iter().find(is_there) else {
+            return eprintln!("skipped: no Chromium");
+        };
+        for (path, has) in [
+            ("/", "<td><a href=\"/definitions/d\">d</a></td><td>op</td>"),
+            ("/definitions/d", "<pre>a &lt; b</pre>"),
+            ("/compare/s2/s1", "<td class=\"n\">2.000</td></tr>"),
+            ("/report", "</path></svg>"),
+        ] {
+            let mut command = std::process::Command::new(browser);
+            command.args(["--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]);
+            let shown = command.arg(format!("http://{address}{path}")).output().unwrap();
+            let page = String::from_utf8_lossy(&shown.stdout);
+            assert!(page.contains(has), "{path}: {page} {}", String::from_utf8_lossy(&shown.stderr));
+        }
     }
 }
