@@ -33,6 +33,7 @@ use fir::exec::{Call, Override};
 use fir::tensor::{Place, TensorRef};
 
 use crate::array::Array;
+use crate::benchmark::cpu_name;
 use crate::build::{self, Arg, Library};
 use crate::calls::{Given, inputs_of, name_of};
 use crate::error::Error;
@@ -238,13 +239,13 @@ pub fn attach(exec: fir::Exec) -> crate::Result<fir::Exec> {
     Ok(if on("FIB_ENABLE_APPLY") { exec.with_override(Arc::new(Deployed::default())) } else { exec })
 }
 
-/// With `FIB_ENABLE_APPLY=1`, the table of `FIB_DATASET_PATH` is enabled when the first call asks.
+/// With `FIB_ENABLE_APPLY=1`, the table of what `FIB_DATASET_PATH` has of this CPU is enabled when the first call asks.
 fn from_environment() {
     ENVIRONMENT.call_once(|| {
         if std::env::var("FIB_ENABLE_APPLY").is_ok_and(|v| v == "1")
             && let Ok(set) = TraceSet::load(dataset_folder())
         {
-            let table = Table::new(&set, &Policy::default());
+            let table = Table::new(&set, &Policy { hardware: Some(cpu_name()), ..Policy::default() });
             change(|stack| stack.push((0, Arc::new(table))));
         }
     });

@@ -7,9 +7,9 @@ use std::process::Command;
 
 use serde_json::json;
 
-use crate::build::{self, AxisFacts, Caller};
+use crate::build::{self, Caller};
 use crate::error::{Error, Result};
-use crate::inputs::{Rng, make_inputs};
+use crate::inputs::{Known, Rng, make_inputs};
 use crate::schema::{Definition, Solution, Workload};
 use crate::worker::{Session, script};
 
@@ -67,7 +67,7 @@ pub fn profile(
     };
     let outputs = definition.outputs().iter().map(shape).collect::<Result<Vec<_>>>()?;
     let files: Vec<_> = outputs.iter().map(|_| session.file("out")).collect();
-    let launch = build::launch(definition, solution, &AxisFacts(definition, workload))?;
+    let launch = build::launch(definition, solution, &Known { definition, workload, arrays: &[] })?;
     let run =
         json!({"op": "run", "inputs": specs, "roll": [0, 0], "outputs": outputs, "files": files, "launch": launch});
     let questions = session.folder.join("questions.json");

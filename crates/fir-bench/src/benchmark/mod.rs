@@ -26,9 +26,9 @@ use self::attempt::{Attempt, Failed, read};
 use self::config::Plan;
 pub use self::config::{Config, Evaluating};
 use crate::array::Array;
-use crate::build::{self, AxisFacts, Caller};
+use crate::build::{self, Caller};
 use crate::error::{Error, Result};
-use crate::inputs::{Ready, Rng, make_inputs};
+use crate::inputs::{Known, Ready, Rng, make_inputs};
 use crate::schema::{Definition, Environment, Solution, Status, Trace, Workload};
 use crate::traceset::TraceSet;
 use crate::worker::{Ended, Limits, Python, Session, Worker};
@@ -167,6 +167,12 @@ struct Job<'a> {
     plan: Plan,
 }
 
+impl<'a> Job<'a> {
+    fn known(&self) -> Known<'a> {
+        Known { definition: self.definition, workload: self.workload, arrays: &[] }
+    }
+}
+
 impl Bench<'_> {
     fn limits(&self) -> Limits {
         Limits { time: self.config.timeout, memory: self.config.memory }
@@ -216,8 +222,7 @@ impl Bench<'_> {
         workers: &mut HashMap<String, Worker>,
         broken: &mut HashMap<String, Failed>,
     ) -> Result<Vec<Trace>> {
-        let facts = AxisFacts(job.definition, job.workload);
-        if let Some(c) = job.definition.broken_constraints(&facts).first() {
+        if let Some(c) = job.definition.broken_constraints(&job.known()).first() {
             return Err(Error::refused("benchmark", format!("`{}` does not hold", c.text)));
         }
         let mut attempts: Vec<Attempt<'_>> = solutions
@@ -384,7 +389,7 @@ fn median(times: &Value) -> Option<f64> {
 }
 
 /// The CPU's name.
-fn cpu_name() -> String {
+pub fn cpu_name() -> String {
     let info = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let name = info
         .lines()
