@@ -62,11 +62,7 @@ pub fn profile(
     let session = Session::new()?;
     let inputs = make_inputs(root, definition, workload, &mut Rng::new(0, workload.uuid()))?;
     let specs = session.write(&inputs)?;
-    let shape = |(_, spec): &(String, crate::schema::TensorSpec)| {
-        Ok(json!({"dtype": spec.dtype.name(), "shape": definition.shape(spec, workload.axes())?}))
-    };
-    let outputs = definition.outputs().iter().map(shape).collect::<Result<Vec<_>>>()?;
-    let files: Vec<_> = outputs.iter().map(|_| session.file("out")).collect();
+    let (outputs, files) = session.outputs(definition, workload)?;
     let launch = build::launch(definition, solution, &Known { definition, workload, arrays: &[] })?;
     let run =
         json!({"op": "run", "inputs": specs, "roll": [0, 0], "outputs": outputs, "files": files, "launch": launch});

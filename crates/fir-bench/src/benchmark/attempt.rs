@@ -36,7 +36,7 @@ impl Bench<'_> {
         let broken = |e: Error| (Status::RuntimeError, e.to_string());
         let launch = build::launch(job.definition, a.solution, &job.known())
             .map_err(|e| (Status::CompileError, e.to_string()))?;
-        let (outputs, files) = self.outputs(job).map_err(broken)?;
+        let (outputs, files) = self.session.outputs(job.definition, job.workload).map_err(broken)?;
         let question = json!({
             "op": "run", "inputs": trial.specs, "roll": [0, 0], "outputs": outputs, "files": files, "launch": launch,
         });

@@ -16,7 +16,6 @@ mod config;
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs;
-use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
@@ -311,15 +310,6 @@ impl Bench<'_> {
         }
     }
 
-    fn outputs(&self, job: &Job<'_>) -> Result<(Value, Vec<PathBuf>)> {
-        let one = |(_, spec): &(String, crate::schema::TensorSpec)| {
-            Ok(json!({"dtype": spec.dtype.name(), "shape": job.definition.shape(spec, job.workload.axes())?}))
-        };
-        let specs = job.definition.outputs().iter().map(one).collect::<Result<Vec<_>>>()?;
-        let files = specs.iter().map(|_| self.session.file("out")).collect();
-        Ok((Value::Array(specs), files))
-    }
-
     /// The reference's outputs and time.
     fn refer(&self, job: &Job<'_>, trial: &mut Trial, reference: &mut Option<Worker>) -> Result<()> {
         let fail = |why: String| Error::refused("reference", format!("`{}`: {why}", job.definition.name()));
@@ -330,7 +320,7 @@ impl Bench<'_> {
                 reference.insert(started.map_err(|(_, why)| fail(why))?)
             }
         };
-        let (outputs, files) = self.outputs(job)?;
+        let (outputs, files) = self.session.outputs(job.definition, job.workload)?;
         // A sampler's outputs are judged by what they were drawn from.
         let sampling = job.definition.op_type() == "sampling";
         for (i, roll) in [[0, 0], trial.rolls[trial.keep]].into_iter().enumerate() {

@@ -15,6 +15,7 @@ use serde_json::{Value, json};
 use crate::array::{Array, Roll};
 use crate::build::{Arg, Library};
 use crate::error::{Error, Result};
+use crate::inputs::Ready;
 use crate::ops::{Operator, Prepared};
 use crate::schema::DType;
 
@@ -50,12 +51,6 @@ struct Native {
     code: Code,
 }
 
-struct Base {
-    name: String,
-    array: Array,
-    random: bool,
-}
-
 fn refuse(why: impl Into<String>) -> Error {
     Error::refused("worker", why)
 }
@@ -75,7 +70,7 @@ fn shape_of(spec: &Value) -> Result<(DType, Vec<usize>)> {
     Ok((dtype, shape))
 }
 
-fn load(spec: &Value) -> Result<Base> {
+fn load(spec: &Value) -> Result<Ready> {
     let name = text(spec, "name")?.to_owned();
     let array = match spec.get("value") {
         Some(value) => {
@@ -88,7 +83,7 @@ fn load(spec: &Value) -> Result<Base> {
             Array::from_bytes(dtype, &shape, &fs::read(file).map_err(Error::io(file))?)?
         }
     };
-    Ok(Base { name, array, random: spec["random"] == true })
+    Ok(Ready { name, array, scalar: spec.get("value").is_some(), random: spec["random"] == true })
 }
 
 fn roll_of(value: &Value) -> Roll {
@@ -138,7 +133,7 @@ impl Native {
     }
 
     /// What is done before a call is timed: an operator's plan, made from inputs that are not drawn.
-    fn prepare(&self, bases: &[Base], outputs: &[Value]) -> Result<Option<Prepared<'_>>> {
+    fn prepare(&self, bases: &[Ready], outputs: &[Value]) -> Result<Option<Prepared<'_>>> {
         let Code::Fir(operator) = &self.code else { return Ok(None) };
         let known: Vec<(&str, &Array)> =
             bases.iter().filter(|b| !b.random).map(|b| (b.name.as_str(), &b.array)).collect();
@@ -266,7 +261,7 @@ impl Native {
 }
 
 /// Inputs at `args`, those that are random moved around.
-fn place(bases: &[Base], roll: Roll, args: &mut [Array]) {
+fn place(bases: &[Ready], roll: Roll, args: &mut [Array]) {
     for (base, arg) in bases.iter().zip(args) {
         base.array.rolled_into(if base.random { roll } else { Roll::NONE }, arg);
     }
