@@ -171,7 +171,7 @@ impl Native {
         names: &[&str],
         args: &mut [Array],
         outs: &mut [Array],
-        cold: &mut Vec<u8>,
+        cold: &mut [u8],
         back: bool,
     ) -> Result<f64> {
         let Some((fir::Exec::Cuda(gpu), stream)) = self.stream() else {
@@ -218,7 +218,7 @@ impl Native {
         place(&bases, roll_of(&q["roll"]), &mut args);
         let originals = args.clone();
         let mut outs = poisoned(specs)?;
-        let ms = self.timed(&mut prepared, &names, &mut args, &mut outs, &mut Vec::new(), true)?;
+        let ms = self.timed(&mut prepared, &names, &mut args, &mut outs, &mut [], true)?;
         store(&outs, &q["files"])?;
         Ok(json!({"outputs": described(&outs), "edited": edited(&names, &args, &originals), "ms": ms}))
     }
