@@ -103,16 +103,16 @@ impl Array {
         self.tensor.view_mut().into_host_bytes("Array::bytes_mut", "self").unwrap_or_default()
     }
 
-    /// Its elements; the size of `T` must be the element's.
+    /// Its elements; the size of `T` must be the element's. None where it is on a device.
     pub fn typed<T: Pod>(&self) -> &[T] {
         debug_assert_eq!(size_of::<T>(), self.dtype.bytes());
-        bytemuck::cast_slice(self.bytes())
+        bytemuck::try_cast_slice(self.bytes()).unwrap_or_default()
     }
 
     /// Its elements, for writing.
     pub fn typed_mut<T: Pod>(&mut self) -> &mut [T] {
         debug_assert_eq!(size_of::<T>(), self.dtype.bytes());
-        bytemuck::cast_slice_mut(self.bytes_mut())
+        bytemuck::try_cast_slice_mut(self.bytes_mut()).unwrap_or_default()
     }
 
     /// An element as a number; of two packed ones the first.

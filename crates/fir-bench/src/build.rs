@@ -249,15 +249,6 @@ impl Library {
     }
 }
 
-/// Axes of a workload, for sizes of a launch.
-pub(crate) struct AxisFacts<'a>(pub(crate) &'a Definition, pub(crate) &'a crate::schema::Workload);
-
-impl Facts for AxisFacts<'_> {
-    fn axis(&self, name: &str) -> Option<i64> {
-        self.0.axis(name, self.1.axes()).and_then(|v| i64::try_from(v).ok())
-    }
-}
-
 /// The launch of a CUDA kernel on a workload, from the solution's `launch.json`:
 ///
 /// ```json

@@ -8,7 +8,7 @@ use safetensors::{Dtype, SafeTensors};
 
 use crate::array::Array;
 use crate::error::{Error, Result};
-use crate::schema::{DType, Definition, Input, Workload};
+use crate::schema::{DType, Definition, Facts, Input, Scalar, Workload};
 
 /// A source of numbers that is a function of its seed.
 #[derive(Clone, Debug)]
@@ -97,6 +97,33 @@ pub struct Ready {
     pub scalar: bool,
     /// Whether it was drawn, and may be drawn otherwise.
     pub random: bool,
+}
+
+/// What is known of a workload, for expressions: its axes, and the numbers of those inputs that are at hand.
+pub(crate) struct Known<'a> {
+    pub(crate) definition: &'a Definition,
+    pub(crate) workload: &'a Workload,
+    pub(crate) arrays: &'a [(String, Array)],
+}
+
+impl Facts for Known<'_> {
+    fn axis(&self, name: &str) -> Option<i64> {
+        if let Some(Input::Scalar(Scalar::Int(i))) = self.workload.input(name) {
+            return Some(*i);
+        }
+        self.definition.axis(name, self.workload.axes()).and_then(|v| i64::try_from(v).ok())
+    }
+
+    fn shape(&self, tensor: &str) -> Option<Vec<usize>> {
+        self.definition.shape(self.definition.input(tensor)?, self.workload.axes()).ok()
+    }
+
+    fn element(&self, tensor: &str, index: i64) -> Option<i64> {
+        let (_, of) =
+            self.arrays.iter().find(|(n, a)| n == tensor && a.shape().len() == 1 && a.dtype().is_integer())?;
+        let index = if index < 0 { index + of.len() as i64 } else { index };
+        usize::try_from(index).ok().filter(|i| *i < of.len()).map(|i| of.integer(i))
+    }
 }
 
 /// Draws and reads the inputs of a workload, in the order of the definition.

@@ -56,11 +56,11 @@ pub fn solution_for(definition: &Definition) -> Result<Option<Solution>> {
         "moe" => {
             let Some(top_k) = constant("TOP_K = ") else { return Ok(None) };
             let groups = constant("N_GROUP = ").zip(constant("TOPK_GROUP = "));
-            let routing = match groups {
+            let routing = match definition.reference() {
                 _ if input("topk_ids") => "given",
-                Some(_) => "deepseek",
-                None if definition.reference().contains("torch.sigmoid(routing_logits") => "llama4",
-                None => "renormalize",
+                _ if input("routed_scaling_factor") => "deepseek",
+                text if text.contains("torch.sigmoid(routing_logits") => "llama4",
+                _ => "renormalize",
             };
             (
                 "moe",

@@ -7,9 +7,9 @@ use std::process::Command;
 
 use serde_json::json;
 
-use crate::build::{self, AxisFacts, Caller};
+use crate::build::{self, Caller};
 use crate::error::{Error, Result};
-use crate::inputs::{Rng, make_inputs};
+use crate::inputs::{Known, Rng, make_inputs};
 use crate::schema::{Definition, Solution, Workload};
 use crate::worker::{Session, script};
 
@@ -62,12 +62,8 @@ pub fn profile(
     let session = Session::new()?;
     let inputs = make_inputs(root, definition, workload, &mut Rng::new(0, workload.uuid()))?;
     let specs = session.write(&inputs)?;
-    let shape = |(_, spec): &(String, crate::schema::TensorSpec)| {
-        Ok(json!({"dtype": spec.dtype.name(), "shape": definition.shape(spec, workload.axes())?}))
-    };
-    let outputs = definition.outputs().iter().map(shape).collect::<Result<Vec<_>>>()?;
-    let files: Vec<_> = outputs.iter().map(|_| session.file("out")).collect();
-    let launch = build::launch(definition, solution, &AxisFacts(definition, workload))?;
+    let (outputs, files) = session.outputs(definition, workload)?;
+    let launch = build::launch(definition, solution, &Known { definition, workload, arrays: &[] })?;
     let run =
         json!({"op": "run", "inputs": specs, "roll": [0, 0], "outputs": outputs, "files": files, "launch": launch});
     let questions = session.folder.join("questions.json");

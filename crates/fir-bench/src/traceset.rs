@@ -18,9 +18,6 @@ use std::path::{Component, Path, PathBuf};
 use crate::error::{Error, Result};
 use crate::schema::{Definition, Input, Solution, Trace, Workload};
 
-/// Errors that still count as right, where nothing else is said.
-pub const TOLERANCE: f64 = 1e-2;
-
 /// Definitions, solutions, workloads and traces, and where they lie.
 #[derive(Clone, Debug, Default)]
 pub struct TraceSet {
@@ -177,22 +174,12 @@ impl TraceSet {
 
     /// Adds a definition; its name must be new.
     pub fn add_definition(&mut self, definition: Definition) -> Result<()> {
-        let name = definition.name().to_owned();
-        if self.definitions.contains_key(&name) {
-            return Err(Error::refused("add_definition", format!("`{name}` is there already")));
-        }
-        self.definitions.insert(name, definition);
-        Ok(())
+        insert_new("add_definition", &mut self.definitions, definition.name().to_owned(), definition)
     }
 
     /// Adds a solution; its name must be new.
     pub fn add_solution(&mut self, solution: Solution) -> Result<()> {
-        let name = solution.name().to_owned();
-        if self.solutions.contains_key(&name) {
-            return Err(Error::refused("add_solution", format!("`{name}` is there already")));
-        }
-        self.solutions.insert(name, solution);
-        Ok(())
+        insert_new("add_solution", &mut self.solutions, solution.name().to_owned(), solution)
     }
 
     /// Adds a trace or a workload, as read.
@@ -335,6 +322,14 @@ impl TraceSet {
         }
         Ok(new)
     }
+}
+
+fn insert_new<T>(op: &'static str, map: &mut BTreeMap<String, T>, name: String, value: T) -> Result<()> {
+    if map.contains_key(&name) {
+        return Err(Error::refused(op, format!("`{name}` is there already")));
+    }
+    map.insert(name, value);
+    Ok(())
 }
 
 /// A document without its spelling, to compare.

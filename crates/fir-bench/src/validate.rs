@@ -7,8 +7,10 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
+use crate::array::Array;
 use crate::error::{Error, Result};
-use crate::schema::{DType, Definition, Facts, Input, Scalar, Status, Workload};
+use crate::inputs::Known;
+use crate::schema::{Definition, Input, Status, Workload};
 use crate::traceset::TraceSet;
 
 /// How bad a finding is.
@@ -121,12 +123,12 @@ fn check(set: &TraceSet, definition: &Definition, report: &mut Report) {
         for fault in workload.faults(definition) {
             tell(Severity::Error, format!("workload {}: {fault}", workload.uuid()));
         }
-        match Blobs::open(set.root(), definition, workload) {
-            Ok((blobs, faults)) => {
+        match blobs(set.root(), definition, workload) {
+            Ok((arrays, faults)) => {
                 faults
                     .into_iter()
                     .for_each(|(severity, m)| tell(severity, format!("workload {}: {m}", workload.uuid())));
-                for broken in definition.broken_constraints(&blobs) {
+                for broken in definition.broken_constraints(&Known { definition, workload, arrays: &arrays }) {
                     tell(Severity::Error, format!("workload {}: `{}` does not hold", workload.uuid(), broken.text));
                 }
             }
@@ -171,70 +173,34 @@ fn check(set: &TraceSet, definition: &Definition, report: &mut Report) {
     report.traces += traces;
 }
 
-/// What a workload's files say, for its constraints.
-struct Blobs<'a> {
-    definition: &'a Definition,
-    workload: &'a Workload,
-    integers: BTreeMap<String, Vec<i64>>,
-}
+/// What a workload's files hold, for its constraints, and what is wrong with them.
+type Blobs = (Vec<(String, Array)>, Vec<(Severity, String)>);
 
-impl<'a> Blobs<'a> {
-    fn open(
-        root: &Path,
-        definition: &'a Definition,
-        workload: &'a Workload,
-    ) -> Result<(Self, Vec<(Severity, String)>)> {
-        let (mut integers, mut faults) = (BTreeMap::new(), Vec::new());
-        for (name, input) in workload.inputs() {
-            let (Input::Safetensors { path, tensor_key }, Some(spec)) = (input, definition.input(name)) else {
-                continue;
-            };
-            let file = root.join(path);
-            if !file.exists() {
-                faults.push((Severity::Warning, format!("input `{name}`: {path} is not there")));
-                continue;
-            }
-            let bytes = fs::read(&file).map_err(Error::io(&file))?;
-            match crate::inputs::tensor_of(&bytes, path, tensor_key) {
-                Err(e) => faults.push((Severity::Error, format!("input `{name}`: {e}"))),
-                Ok(tensor) => {
-                    let want = definition.shape(spec, workload.axes())?;
-                    if tensor.shape() != want {
-                        faults.push((
-                            Severity::Error,
-                            format!("input `{name}` has shape {:?}, not {want:?}", tensor.shape()),
-                        ));
-                    }
-                    if tensor.dtype() != spec.dtype {
-                        faults.push((
-                            Severity::Error,
-                            format!("input `{name}` is of {}, not {}", tensor.dtype(), spec.dtype),
-                        ));
-                    } else if matches!(spec.dtype, DType::Int32 | DType::Int64) && want.len() == 1 {
-                        integers.insert(name.clone(), (0..tensor.len()).map(|i| tensor.integer(i)).collect());
-                    }
+fn blobs(root: &Path, definition: &Definition, workload: &Workload) -> Result<Blobs> {
+    let (mut arrays, mut faults) = (Vec::new(), Vec::new());
+    for (name, input) in workload.inputs() {
+        let (Input::Safetensors { path, tensor_key }, Some(spec)) = (input, definition.input(name)) else { continue };
+        let file = root.join(path);
+        if !file.exists() {
+            faults.push((Severity::Warning, format!("input `{name}`: {path} is not there")));
+            continue;
+        }
+        let bytes = fs::read(&file).map_err(Error::io(&file))?;
+        let mut wrong = |what: String| faults.push((Severity::Error, format!("input `{name}` {what}")));
+        match crate::inputs::tensor_of(&bytes, path, tensor_key) {
+            Err(e) => wrong(format!("cannot be read: {e}")),
+            Ok(tensor) => {
+                let want = definition.shape(spec, workload.axes())?;
+                if tensor.shape() != want {
+                    wrong(format!("has shape {:?}, not {want:?}", tensor.shape()));
+                }
+                if tensor.dtype() != spec.dtype {
+                    wrong(format!("is of {}, not {}", tensor.dtype(), spec.dtype));
+                } else {
+                    arrays.push((name.clone(), tensor));
                 }
             }
         }
-        Ok((Self { definition, workload, integers }, faults))
     }
-}
-
-impl Facts for Blobs<'_> {
-    fn axis(&self, name: &str) -> Option<i64> {
-        if let Some(Input::Scalar(Scalar::Int(i))) = self.workload.input(name) {
-            return Some(*i);
-        }
-        self.definition.axis(name, self.workload.axes()).and_then(|v| i64::try_from(v).ok())
-    }
-
-    fn shape(&self, tensor: &str) -> Option<Vec<usize>> {
-        self.definition.shape(self.definition.input(tensor)?, self.workload.axes()).ok()
-    }
-
-    fn element(&self, tensor: &str, index: i64) -> Option<i64> {
-        let of = self.integers.get(tensor)?;
-        let index = if index < 0 { index + of.len() as i64 } else { index };
-        of.get(usize::try_from(index).ok()?).copied()
-    }
+    Ok((arrays, faults))
 }

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::{Bench, Job, Trial, median};
 use crate::array::{Array, Roll};
-use crate::build::{self, AxisFacts};
+use crate::build;
 use crate::error::{Error, Result};
 use crate::evaluate::{Target, Verdict, compare_all, compare_indices};
 use crate::inputs::Ready;
@@ -34,9 +34,9 @@ impl Bench<'_> {
     /// One trial of a solution: checked, then timed, and what was timed checked.
     pub(super) fn attempt(&self, job: &Job<'_>, trial: &Trial, a: &mut Attempt<'_>) -> std::result::Result<(), Failed> {
         let broken = |e: Error| (Status::RuntimeError, e.to_string());
-        let launch = build::launch(job.definition, a.solution, &AxisFacts(job.definition, job.workload))
+        let launch = build::launch(job.definition, a.solution, &job.known())
             .map_err(|e| (Status::CompileError, e.to_string()))?;
-        let (outputs, files) = self.outputs(job).map_err(broken)?;
+        let (outputs, files) = self.session.outputs(job.definition, job.workload).map_err(broken)?;
         let question = json!({
             "op": "run", "inputs": trial.specs, "roll": [0, 0], "outputs": outputs, "files": files, "launch": launch,
         });

@@ -16,7 +16,6 @@ mod config;
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs;
-use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
@@ -26,9 +25,9 @@ use self::attempt::{Attempt, Failed, read};
 use self::config::Plan;
 pub use self::config::{Config, Evaluating};
 use crate::array::Array;
-use crate::build::{self, AxisFacts, Caller};
+use crate::build::{self, Caller};
 use crate::error::{Error, Result};
-use crate::inputs::{Ready, Rng, make_inputs};
+use crate::inputs::{Known, Ready, Rng, make_inputs};
 use crate::schema::{Definition, Environment, Solution, Status, Trace, Workload};
 use crate::traceset::TraceSet;
 use crate::worker::{Ended, Limits, Python, Session, Worker};
@@ -167,6 +166,12 @@ struct Job<'a> {
     plan: Plan,
 }
 
+impl<'a> Job<'a> {
+    fn known(&self) -> Known<'a> {
+        Known { definition: self.definition, workload: self.workload, arrays: &[] }
+    }
+}
+
 impl Bench<'_> {
     fn limits(&self) -> Limits {
         Limits { time: self.config.timeout, memory: self.config.memory }
@@ -216,8 +221,7 @@ impl Bench<'_> {
         workers: &mut HashMap<String, Worker>,
         broken: &mut HashMap<String, Failed>,
     ) -> Result<Vec<Trace>> {
-        let facts = AxisFacts(job.definition, job.workload);
-        if let Some(c) = job.definition.broken_constraints(&facts).first() {
+        if let Some(c) = job.definition.broken_constraints(&job.known()).first() {
             return Err(Error::refused("benchmark", format!("`{}` does not hold", c.text)));
         }
         let mut attempts: Vec<Attempt<'_>> = solutions
@@ -306,15 +310,6 @@ impl Bench<'_> {
         }
     }
 
-    fn outputs(&self, job: &Job<'_>) -> Result<(Value, Vec<PathBuf>)> {
-        let one = |(_, spec): &(String, crate::schema::TensorSpec)| {
-            Ok(json!({"dtype": spec.dtype.name(), "shape": job.definition.shape(spec, job.workload.axes())?}))
-        };
-        let specs = job.definition.outputs().iter().map(one).collect::<Result<Vec<_>>>()?;
-        let files = specs.iter().map(|_| self.session.file("out")).collect();
-        Ok((Value::Array(specs), files))
-    }
-
     /// The reference's outputs and time.
     fn refer(&self, job: &Job<'_>, trial: &mut Trial, reference: &mut Option<Worker>) -> Result<()> {
         let fail = |why: String| Error::refused("reference", format!("`{}`: {why}", job.definition.name()));
@@ -325,7 +320,7 @@ impl Bench<'_> {
                 reference.insert(started.map_err(|(_, why)| fail(why))?)
             }
         };
-        let (outputs, files) = self.outputs(job)?;
+        let (outputs, files) = self.session.outputs(job.definition, job.workload)?;
         // A sampler's outputs are judged by what they were drawn from.
         let sampling = job.definition.op_type() == "sampling";
         for (i, roll) in [[0, 0], trial.rolls[trial.keep]].into_iter().enumerate() {
@@ -384,7 +379,7 @@ fn median(times: &Value) -> Option<f64> {
 }
 
 /// The CPU's name.
-fn cpu_name() -> String {
+pub fn cpu_name() -> String {
     let info = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let name = info
         .lines()

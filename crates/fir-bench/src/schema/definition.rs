@@ -10,57 +10,26 @@ use super::python;
 use super::read::{At, parse, pretty};
 use crate::error::{Error, Result};
 
-/// Element types of the schema.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[expect(missing_docs, reason = "the names say it")]
-pub enum DType {
-    Float32,
-    Float16,
-    BFloat16,
-    Float8E4m3,
-    Float8E5m2,
-    /// Two numbers to an element of one byte, as torch has it.
-    Float4E2m1,
-    Int64,
-    Int32,
-    Int16,
-    Int8,
-    Bool,
+named! {
+    /// Element types of the schema.
+    #[expect(missing_docs, reason = "the names say it")]
+    pub enum DType {
+        Float32 = "float32",
+        Float16 = "float16",
+        BFloat16 = "bfloat16",
+        Float8E4m3 = "float8_e4m3fn",
+        Float8E5m2 = "float8_e5m2",
+        /// Two numbers to an element of one byte, as torch has it.
+        Float4E2m1 = "float4_e2m1",
+        Int64 = "int64",
+        Int32 = "int32",
+        Int16 = "int16",
+        Int8 = "int8",
+        Bool = "bool",
+    }
 }
 
 impl DType {
-    /// Every one.
-    pub const ALL: [Self; 11] = [
-        Self::Float32,
-        Self::Float16,
-        Self::BFloat16,
-        Self::Float8E4m3,
-        Self::Float8E5m2,
-        Self::Float4E2m1,
-        Self::Int64,
-        Self::Int32,
-        Self::Int16,
-        Self::Int8,
-        Self::Bool,
-    ];
-
-    /// Its name in files.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Float32 => "float32",
-            Self::Float16 => "float16",
-            Self::BFloat16 => "bfloat16",
-            Self::Float8E4m3 => "float8_e4m3fn",
-            Self::Float8E5m2 => "float8_e5m2",
-            Self::Float4E2m1 => "float4_e2m1",
-            Self::Int64 => "int64",
-            Self::Int32 => "int32",
-            Self::Int16 => "int16",
-            Self::Int8 => "int8",
-            Self::Bool => "bool",
-        }
-    }
-
     /// The type of that name.
     pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|d| d.name() == name)
@@ -196,39 +165,21 @@ impl Definition {
         &self.text
     }
 
-    /// Its name, unique in a trace set.
-    pub fn name(&self) -> &str {
-        &self.name
-    }
-
-    /// The family it belongs to.
-    pub fn op_type(&self) -> &str {
-        &self.op_type
-    }
-
-    /// Its axes, in order.
-    pub fn axes(&self) -> &[(String, Axis)] {
-        &self.axes
-    }
-
-    /// What goes in, in the order of the call.
-    pub fn inputs(&self) -> &[(String, TensorSpec)] {
-        &self.inputs
-    }
-
-    /// What comes out, in the order of the call.
-    pub fn outputs(&self) -> &[(String, TensorSpec)] {
-        &self.outputs
-    }
-
-    /// Python source with a function `run`.
-    pub fn reference(&self) -> &str {
-        &self.reference
-    }
-
-    /// Words about it, mostly `key:value`.
-    pub fn tags(&self) -> &[String] {
-        &self.tags
+    getters! {
+        /// Its name, unique in a trace set.
+        name: str,
+        /// The family it belongs to.
+        op_type: str,
+        /// Its axes, in order.
+        axes: [(String, Axis)],
+        /// What goes in, in the order of the call.
+        inputs: [(String, TensorSpec)],
+        /// What comes out, in the order of the call.
+        outputs: [(String, TensorSpec)],
+        /// Python source with a function `run`.
+        reference: str,
+        /// Words about it, mostly `key:value`.
+        tags: [String],
     }
 
     /// What it is.

@@ -11,6 +11,32 @@
 //! to get one and no way to change one. It keeps the text it was read from, so writing gives the same bytes: the order of
 //! keys, the spelling of numbers and fields that this crate does not know stay.
 
+/// An enum whose variants have names in files, with all of them and the names.
+macro_rules! named {
+    ($(#[$meta:meta])* pub enum $name:ident { $($(#[$doc:meta])* $variant:ident = $text:literal,)* }) => {
+        $(#[$meta])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        pub enum $name { $($(#[$doc])* $variant,)* }
+
+        impl $name {
+            /// Every one.
+            pub const ALL: [Self; [$($text),*].len()] = [$(Self::$variant),*];
+
+            /// Its name in files.
+            pub fn name(self) -> &'static str {
+                match self { $(Self::$variant => $text,)* }
+            }
+        }
+    };
+}
+
+/// Functions that lend the fields of their names: a document is read, and does not change.
+macro_rules! getters {
+    ($($(#[$doc:meta])* $name:ident: $t:ty,)*) => {
+        $($(#[$doc])* pub fn $name(&self) -> &$t { &self.$name })*
+    };
+}
+
 mod constraint;
 mod definition;
 mod import;

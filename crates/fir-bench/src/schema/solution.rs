@@ -9,41 +9,23 @@ use sha1::{Digest, Sha1};
 use super::read::{At, parse, pretty};
 use crate::error::Result;
 
-/// What a solution is written in.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Language {
-    /// Python with torch.
-    Python,
-    /// Python with Triton's kernels.
-    Triton,
-    /// Python with TileLang's kernels.
-    TileLang,
-    /// C++ through the C ABI of `fir_bench.h`, or a binding of the user's Python.
-    Cpp,
-    /// CUDA C++ with a launch descriptor, or a binding of the user's Python.
-    Cuda,
-    /// Rust through the C ABI.
-    Rust,
-    /// An operator of the kernel library, with parameters.
-    Fir,
-}
-
-impl Language {
-    /// Every one.
-    pub const ALL: [Self; 7] =
-        [Self::Python, Self::Triton, Self::TileLang, Self::Cpp, Self::Cuda, Self::Rust, Self::Fir];
-
-    /// Its name in files.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Python => "python",
-            Self::Triton => "triton",
-            Self::TileLang => "tilelang",
-            Self::Cpp => "cpp",
-            Self::Cuda => "cuda",
-            Self::Rust => "rust",
-            Self::Fir => "fir",
-        }
+named! {
+    /// What a solution is written in.
+    pub enum Language {
+        /// Python with torch.
+        Python = "python",
+        /// Python with Triton's kernels.
+        Triton = "triton",
+        /// Python with TileLang's kernels.
+        TileLang = "tilelang",
+        /// C++ through the C ABI of `fir_bench.h`, or a binding of the user's Python.
+        Cpp = "cpp",
+        /// CUDA C++ with a launch descriptor, or a binding of the user's Python.
+        Cuda = "cuda",
+        /// Rust through the C ABI.
+        Rust = "rust",
+        /// An operator of the kernel library, with parameters.
+        Fir = "fir",
     }
 }
 
@@ -143,19 +125,13 @@ impl Solution {
         &self.text
     }
 
-    /// Its name, unique in a trace set.
-    pub fn name(&self) -> &str {
-        &self.name
-    }
-
-    /// Name of what it computes.
-    pub fn definition(&self) -> &str {
-        &self.definition
-    }
-
-    /// Who wrote it.
-    pub fn author(&self) -> &str {
-        &self.author
+    getters! {
+        /// Its name, unique in a trace set.
+        name: str,
+        /// Name of what it computes.
+        definition: str,
+        /// Who wrote it.
+        author: str,
     }
 
     /// What it is.
@@ -168,24 +144,15 @@ impl Solution {
         self.language
     }
 
-    /// What it is written for.
-    pub fn target_hardware(&self) -> &[String] {
-        &self.target_hardware
-    }
-
-    /// The file to enter by.
-    pub fn entry_file(&self) -> &str {
-        &self.entry_file
-    }
-
-    /// The function to enter by.
-    pub fn entry_symbol(&self) -> &str {
-        &self.entry_symbol
-    }
-
-    /// Packages it needs.
-    pub fn dependencies(&self) -> &[String] {
-        &self.dependencies
+    getters! {
+        /// What it is written for.
+        target_hardware: [String],
+        /// The file to enter by.
+        entry_file: str,
+        /// The function to enter by.
+        entry_symbol: str,
+        /// Packages it needs.
+        dependencies: [String],
     }
 
     /// Whether outputs are arguments, rather than returned.
@@ -198,19 +165,13 @@ impl Solution {
         self.binding
     }
 
-    /// Folders of headers beside its own.
-    pub fn include_paths(&self) -> &[String] {
-        &self.include_paths
-    }
-
-    /// Flags of its compiler.
-    pub fn flags(&self) -> &[String] {
-        &self.flags
-    }
-
-    /// Its files.
-    pub fn sources(&self) -> &[Source] {
-        &self.sources
+    getters! {
+        /// Folders of headers beside its own.
+        include_paths: [String],
+        /// Flags of its compiler.
+        flags: [String],
+        /// Its files.
+        sources: [Source],
     }
 
     /// The content hash that upstream's files and tables use: SHA-1 of definition, language, entry point, binding,

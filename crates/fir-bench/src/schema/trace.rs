@@ -9,48 +9,23 @@ use super::read::{At, number, parse};
 use super::workload::Workload;
 use crate::error::Result;
 
-/// How an evaluation ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Status {
-    /// Right, and timed.
-    Passed,
-    /// An output of another shape.
-    IncorrectShape,
-    /// An output of another element type.
-    IncorrectDtype,
-    /// Outputs too far from the reference's.
-    IncorrectNumerical,
-    /// It failed when it ran, or broke the rules of a run.
-    RuntimeError,
-    /// It could not be built.
-    CompileError,
-    /// It took longer than allowed.
-    Timeout,
-}
-
-impl Status {
-    /// Every one.
-    pub const ALL: [Self; 7] = [
-        Self::Passed,
-        Self::IncorrectShape,
-        Self::IncorrectDtype,
-        Self::IncorrectNumerical,
-        Self::RuntimeError,
-        Self::CompileError,
-        Self::Timeout,
-    ];
-
-    /// Its name in files.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Passed => "PASSED",
-            Self::IncorrectShape => "INCORRECT_SHAPE",
-            Self::IncorrectDtype => "INCORRECT_DTYPE",
-            Self::IncorrectNumerical => "INCORRECT_NUMERICAL",
-            Self::RuntimeError => "RUNTIME_ERROR",
-            Self::CompileError => "COMPILE_ERROR",
-            Self::Timeout => "TIMEOUT",
-        }
+named! {
+    /// How an evaluation ended.
+    pub enum Status {
+        /// Right, and timed.
+        Passed = "PASSED",
+        /// An output of another shape.
+        IncorrectShape = "INCORRECT_SHAPE",
+        /// An output of another element type.
+        IncorrectDtype = "INCORRECT_DTYPE",
+        /// Outputs too far from the reference's.
+        IncorrectNumerical = "INCORRECT_NUMERICAL",
+        /// It failed when it ran, or broke the rules of a run.
+        RuntimeError = "RUNTIME_ERROR",
+        /// It could not be built.
+        CompileError = "COMPILE_ERROR",
+        /// It took longer than allowed.
+        Timeout = "TIMEOUT",
     }
 }
 
@@ -181,19 +156,13 @@ impl Evaluation {
         self.status
     }
 
-    /// Where it ran.
-    pub fn environment(&self) -> &Environment {
-        &self.environment
-    }
-
-    /// When, as ISO 8601 in UTC.
-    pub fn timestamp(&self) -> &str {
-        &self.timestamp
-    }
-
-    /// What it printed, and what the benchmark has to say.
-    pub fn log(&self) -> &str {
-        &self.log
+    getters! {
+        /// Where it ran.
+        environment: Environment,
+        /// When, as ISO 8601 in UTC.
+        timestamp: str,
+        /// What it printed, and what the benchmark has to say.
+        log: str,
     }
 
     /// Its errors, where it got as far as being compared.
@@ -278,14 +247,11 @@ impl Trace {
         &self.text
     }
 
-    /// Name of what was computed.
-    pub fn definition(&self) -> &str {
-        &self.definition
-    }
-
-    /// On what.
-    pub fn workload(&self) -> &Workload {
-        &self.workload
+    getters! {
+        /// Name of what was computed.
+        definition: str,
+        /// On what.
+        workload: Workload,
     }
 
     /// Name of the solution, unless this is a workload alone.

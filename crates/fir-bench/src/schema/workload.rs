@@ -83,19 +83,13 @@ impl Workload {
         &self.value
     }
 
-    /// Its name, unique in a trace set.
-    pub fn uuid(&self) -> &str {
-        &self.uuid
-    }
-
-    /// Values of the variable axes.
-    pub fn axes(&self) -> &BTreeMap<String, u64> {
-        &self.axes
-    }
-
-    /// Where its inputs come from.
-    pub fn inputs(&self) -> &[(String, Input)] {
-        &self.inputs
+    getters! {
+        /// Its name, unique in a trace set.
+        uuid: str,
+        /// Values of the variable axes.
+        axes: BTreeMap<String, u64>,
+        /// Where its inputs come from.
+        inputs: [(String, Input)],
     }
 
     /// One of them.

@@ -21,7 +21,7 @@ use serde_json::{Value, json};
 pub use self::native::serve_native;
 use crate::error::{Error, Result};
 use crate::inputs::Ready;
-use crate::schema::DType;
+use crate::schema::{DType, Definition, TensorSpec, Workload};
 
 const WORKER: &str = include_str!("worker.py");
 /// How often a waiting benchmark looks at its worker's memory.
@@ -52,6 +52,16 @@ impl Session {
     /// A name that no file has yet.
     pub(crate) fn file(&self, extension: &str) -> PathBuf {
         self.folder.join(format!("{}.{extension}", self.next.fetch_add(1, Ordering::Relaxed)))
+    }
+
+    /// What a request says of outputs, and files for them.
+    pub(crate) fn outputs(&self, definition: &Definition, workload: &Workload) -> Result<(Value, Vec<PathBuf>)> {
+        let one = |(_, spec): &(String, TensorSpec)| {
+            Ok(json!({"dtype": spec.dtype.name(), "shape": definition.shape(spec, workload.axes())?}))
+        };
+        let specs = definition.outputs().iter().map(one).collect::<Result<Vec<_>>>()?;
+        let files = specs.iter().map(|_| self.file("out")).collect();
+        Ok((Value::Array(specs), files))
     }
 
     /// Writes inputs to files; what a request says of them.

@@ -15,6 +15,7 @@ use serde_json::{Value, json};
 use crate::array::{Array, Roll};
 use crate::build::{Arg, Library};
 use crate::error::{Error, Result};
+use crate::inputs::Ready;
 use crate::ops::{Operator, Prepared};
 use crate::schema::DType;
 
@@ -50,12 +51,6 @@ struct Native {
     code: Code,
 }
 
-struct Base {
-    name: String,
-    array: Array,
-    random: bool,
-}
-
 fn refuse(why: impl Into<String>) -> Error {
     Error::refused("worker", why)
 }
@@ -75,7 +70,7 @@ fn shape_of(spec: &Value) -> Result<(DType, Vec<usize>)> {
     Ok((dtype, shape))
 }
 
-fn load(spec: &Value) -> Result<Base> {
+fn load(spec: &Value) -> Result<Ready> {
     let name = text(spec, "name")?.to_owned();
     let array = match spec.get("value") {
         Some(value) => {
@@ -88,7 +83,7 @@ fn load(spec: &Value) -> Result<Base> {
             Array::from_bytes(dtype, &shape, &fs::read(file).map_err(Error::io(file))?)?
         }
     };
-    Ok(Base { name, array, random: spec["random"] == true })
+    Ok(Ready { name, array, scalar: spec.get("value").is_some(), random: spec["random"] == true })
 }
 
 fn roll_of(value: &Value) -> Roll {
@@ -138,7 +133,7 @@ impl Native {
     }
 
     /// What is done before a call is timed: an operator's plan, made from inputs that are not drawn.
-    fn prepare(&self, bases: &[Base], outputs: &[Value]) -> Result<Option<Prepared<'_>>> {
+    fn prepare(&self, bases: &[Ready], outputs: &[Value]) -> Result<Option<Prepared<'_>>> {
         let Code::Fir(operator) = &self.code else { return Ok(None) };
         let known: Vec<(&str, &Array)> =
             bases.iter().filter(|b| !b.random).map(|b| (b.name.as_str(), &b.array)).collect();
@@ -176,7 +171,7 @@ impl Native {
         names: &[&str],
         args: &mut [Array],
         outs: &mut [Array],
-        cold: &mut Vec<u8>,
+        cold: &mut [u8],
         back: bool,
     ) -> Result<f64> {
         let Some((fir::Exec::Cuda(gpu), stream)) = self.stream() else {
@@ -187,11 +182,15 @@ impl Native {
             return Ok(begin.elapsed().as_secs_f64() * 1e3);
         };
         let exec = fir::Exec::Cuda(gpu.clone());
-        let on = |arrays: &[Array]| arrays.iter().map(|a| a.on(&exec)).collect::<Result<Vec<_>>>();
-        let (mut there, mut made) = (on(args)?, on(outs)?);
-        // Zeros over all of its cache.
-        let flushed = gpu.zeros(fir::DType::U8, &[cold.len()])?;
-        gpu.synchronize()?;
+        // Numbers, and a sampler's for each row, are arguments and not tensors.
+        let input = |(name, a): (&&str, &Array)| {
+            let here = a.shape().is_empty() || matches!(*name, "top_k" | "top_p");
+            if here { Ok(a.clone()) } else { a.on(&exec) }
+        };
+        let mut there = names.iter().zip(args.iter()).map(input).collect::<Result<Vec<_>>>()?;
+        let mut made = outs.iter().map(|a| a.on(&exec)).collect::<Result<Vec<_>>>()?;
+        // Zeros over all of its cache: some 30 µs, in which the call is queued, so that no launch is waited for.
+        let flushed = gpu.zeros(fir::DType::U8, &[cold.len().max(1)])?;
         let begin = stream.record()?;
         self.call(prepared, names, &mut there, &mut made)?;
         let end = stream.record()?;
@@ -219,7 +218,7 @@ impl Native {
         place(&bases, roll_of(&q["roll"]), &mut args);
         let originals = args.clone();
         let mut outs = poisoned(specs)?;
-        let ms = self.timed(&mut prepared, &names, &mut args, &mut outs, &mut Vec::new(), true)?;
+        let ms = self.timed(&mut prepared, &names, &mut args, &mut outs, &mut [], true)?;
         store(&outs, &q["files"])?;
         Ok(json!({"outputs": described(&outs), "edited": edited(&names, &args, &originals), "ms": ms}))
     }
@@ -262,7 +261,7 @@ impl Native {
 }
 
 /// Inputs at `args`, those that are random moved around.
-fn place(bases: &[Base], roll: Roll, args: &mut [Array]) {
+fn place(bases: &[Ready], roll: Roll, args: &mut [Array]) {
     for (base, arg) in bases.iter().zip(args) {
         base.array.rolled_into(if base.random { roll } else { Roll::NONE }, arg);
     }

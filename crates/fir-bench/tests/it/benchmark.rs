@@ -176,4 +176,13 @@ fn a_profiler_runs_one_call() {
     assert!(said.contains("it ran"), "{said}");
     let wrong = run(Tool::Sanitizer("all".into())).unwrap_err().to_string();
     assert!(wrong.contains("\"all\" is not memcheck"), "{wrong}");
+    let Ok(device) = std::env::var("FIR_BENCH_DEVICE") else { return };
+    let run = |tool: Tool| profile(&tool, &config.python, &device, set.root(), d, s, &workload(4, "w"));
+    let said = run(Tool::Sanitizer("memcheck".into())).unwrap();
+    assert!(said.contains("ERROR SUMMARY: 0 errors"), "{said}");
+    // Counters are not everybody's to read: where they are, there is a table of each kernel.
+    match run(Tool::Ncu(Vec::new())) {
+        Ok(said) => assert!(said.contains("Duration") || said.contains("ERR_NVGPUCTRPERM"), "{said}"),
+        Err(e) => assert!(e.to_string().contains("ERR_NVGPUCTRPERM"), "{e}"),
+    }
 }

@@ -16,7 +16,7 @@ use fir_bench::benchmark::{self, Config, Evaluating, Event};
 use fir_bench::profile::{Tool, profile};
 use fir_bench::schema::{Trace, import_definition};
 use fir_bench::validate::{Severity, validate};
-use fir_bench::{TraceSet, apply, ops, report, score, synth, traceset};
+use fir_bench::{TraceSet, apply, ops, report, score, synth};
 use indicatif::{ProgressBar, ProgressStyle};
 
 /// Options of `fir trace`.
@@ -57,7 +57,7 @@ enum Command {
         #[arg(long)]
         definition: Option<String>,
         /// Largest absolute error
-        #[arg(long, default_value_t = traceset::TOLERANCE)]
+        #[arg(long, default_value_t = f64::INFINITY)]
         atol: f64,
         /// Largest relative error
         #[arg(long, default_value_t = f64::INFINITY)]
@@ -459,6 +459,8 @@ mod tests {
     use std::net::TcpStream;
 
     use clap::Parser;
+    use fir_bench::record::{Dump, Keep, Recorder};
+    use fir_engine::{Engine, Model, Request, Sampling};
 
     use super::*;
 
@@ -534,6 +536,34 @@ mod tests {
     }
 
     #[test]
+    fn a_running_engine_is_recorded() {
+        let root = std::env::temp_dir().join(format!("fir-trace-{}-recorded", std::process::id()));
+        let _ = std::fs::remove_dir_all(&root);
+        let recorder = Arc::new(Recorder::new(TraceSet::new(&root), Dump::Integers, Keep::FirstByLengths(1)));
+        let exec = fir::Exec::cpu().unwrap().with_override(recorder.clone());
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fir-engine/tests/golden/llama");
+        let model = Arc::new(Model::load(&exec, &path).unwrap());
+        let config = fir_engine::Config { memory: Some(64 << 20), page_size: 4, drafts: 0, ..Default::default() };
+        let handle = Engine::start(model, config).unwrap();
+        let sampling = Sampling { max_tokens: 4, ignore_eos: true, ..Sampling::default() };
+        let request = Request { prompt: (3..20).collect(), sampling, ..Request::default() };
+        let (tx, rx) = std::sync::mpsc::channel();
+        handle.submit(request, move |event| tx.send(event).is_ok()).unwrap();
+        let failed = rx.iter().find(|event| matches!(event, fir_engine::Event::Failed(_)));
+        assert!(failed.is_none(), "{failed:?}");
+        drop(handle);
+        let (fine, said) = trace(&["validate", root.to_str().unwrap()]).unwrap();
+        assert!(fine, "{said}");
+        let set = TraceSet::load(&root).unwrap();
+        let names: Vec<&str> = set.definitions().map(|d| d.name()).collect();
+        for kind in
+            ["gqa_paged_decode_h4_kv2_d16_ps4", "gqa_paged_prefill_causal_h4_kv2_d16_ps4", "rmsnorm_h64", "gemm_n"]
+        {
+            assert!(names.iter().any(|n| n.starts_with(kind)), "{kind}: {names:?}, {:?}", recorder.missed());
+        }
+    }
+
+    #[test]
     fn a_set_is_shown_to_browsers() {
         let set = TraceSet::load(example("shown")).unwrap();
         let runtime = tokio::runtime::Runtime::new().unwrap();
@@ -559,6 +589,23 @@ mod tests {
         ] {
             let text = get(path);
             assert!(text.starts_with(&format!("HTTP/1.1 {status}")) && text.contains(has), "{path}: {text}");
+        }
+        // What a browser makes of them, where there is one.
+        let is_there = |name: &&str| std::process::Command::new(name).arg("--version").output().is_ok();
+        let Some(browser) = ["chromium", "google-chrome"].into_iter().find(is_there) else {
+            return eprintln!("skipped: no Chromium");
+        };
+        for (path, has) in [
+            ("/", "<td><a href=\"/definitions/d\">d</a></td><td>op</td>"),
+            ("/definitions/d", "<pre>a &lt; b</pre>"),
+            ("/compare/s2/s1", "<td class=\"n\">2.000</td></tr>"),
+            ("/report", "</path></svg>"),
+        ] {
+            let mut command = std::process::Command::new(browser);
+            command.args(["--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]);
+            let shown = command.arg(format!("http://{address}{path}")).output().unwrap();
+            let page = String::from_utf8_lossy(&shown.stdout);
+            assert!(page.contains(has), "{path}: {page} {}", String::from_utf8_lossy(&shown.stderr));
         }
     }
 }

@@ -111,13 +111,92 @@ def test_a_kernel_of_ones_own():
 
 
 def test_a_patched_norm():
-    text = of("install_flashinfer_integrations")
-    text = re.sub(r"from flashinfer_bench[^\n]*\n", "install_flashinfer_integrations = lambda: None\n", text)
+    from fir import bench
+    from fir.bench import integration
+
+    bench.install()
     x, residual, weight = torch.randn(3, 64), torch.randn(3, 64), torch.randn(64)
     want = residual + x
     total = want / want.pow(2).mean(-1, keepdim=True).add(1e-5).sqrt() * weight
-    run(text, input=x, residual=residual, weight=weight, eps=1e-5)
+    try:
+        run(of("install_flashinfer_integrations"), input=x, residual=residual, weight=weight, eps=1e-5)
+    finally:
+        integration.uninstall_flashinfer_integrations()
+        bench.uninstall()
     close(residual, want)
     close(x, total)
     with pytest.raises(AssertionError):
         of("no such block")
+
+
+def test_the_benchmark_from_definition_to_apply(tmp_path, device):
+    """The blocks about FlashInfer-Bench, one after another: what they define is measured here, and their calls go to what was
+    best. The solution is in Triton, which only a GPU runs; elsewhere it is built and fails, and one in torch stands beside it."""
+    from fir import bench
+    from fir.bench import integration
+
+    texts = [t for f in sorted(shared("seeds").glob("*.txt")) for t in re.findall(r"```python\n(.*?)```", f.read_text(), re.S)
+             if "flashinfer_bench" in t and "install_flashinfer_integrations" not in t]
+    space = {"torch": torch, "List": list, "PatchSpec": integration.PatchSpec, "resolve_rmsnorm_def": lambda args: "none",
+             "x": torch.randn(32, 4096).half(), "weight": torch.randn(4096).half()}
+    bench.install()
+    try:
+        made = {}
+        for text in texts:
+            if "TraceSet.load" in text:
+                definition, solution, workload = (made[k] for k in ("Definition", "Solution", "Workload"))
+                own = bench.Solution(
+                    name="rmsnorm_torch", definition=definition.name, author="here", spec=bench.BuildSpec(
+                        language="python", target_hardware=["any"], entry_point="m.py::run", destination_passing_style=False),
+                    sources=[bench.SourceFile(path="m.py", content=definition.reference)])
+                own_set = bench.TraceSet(
+                    tmp_path, {definition.name: definition}, {definition.name: [solution, own]},
+                    {definition.name: [bench.Trace(definition=definition.name, workload=workload)]})
+                own_set.save()
+                config = bench.BenchmarkConfig(warmup_runs=1, iterations=2, num_trials=1, device=device, atol=0.1, rtol=0.1)
+                done = bench.Benchmark(own_set, config).run_all()
+                status = {t.solution: t.evaluation.status.value for t in done.traces[definition.name]}
+                assert status["rmsnorm_torch"] == "PASSED" and (device == "cpu" or status["rmsnorm_triton_v1"] == "PASSED"), status
+                text = text.replace("path/to/traces", str(tmp_path))
+            # What a block makes and leaves lying is kept.
+            text = re.sub(r"^(Definition|Solution|Workload)\(", r"made['\1'] = \1(", text, flags=re.M)
+            exec(compile(text, "seed", "exec"), {**space, "made": made} if "made[" in text else space)
+        assert len(texts) == 7 and len(made) == 3, (len(texts), list(made))
+        x, weight = space["x"].float(), space["weight"].float()
+        want = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * weight
+        torch.testing.assert_close(space["output"].float(), want, atol=3e-2, rtol=3e-2)
+        calls, entry = [], bench.get_apply_runtime().entries["rmsnorm_d4096"]
+        assert entry.choose((32,)) in ("rmsnorm_torch", "rmsnorm_triton_v1")
+        got = bench.apply("rmsnorm_d4096", args=(space["x"], space["weight"], 1e-6), fallback=lambda *_: calls.append(1))
+        torch.testing.assert_close(got.float(), want, atol=3e-2, rtol=3e-2)
+        assert not calls
+        bench.disable_apply()
+    finally:
+        bench.uninstall()
+
+
+def test_an_adapter_of_ones_own():
+    """The block's adapter, with what it leaves out given: the wrapper asks, and falls back to what was there."""
+    from fir import bench
+    from fir.bench import integration
+
+    fi.install()
+    import flashinfer.norm as norm
+
+    text = next(t for f in sorted(shared("seeds").glob("*.txt")) for t in re.findall(r"```python\n(.*?)```", f.read_text(), re.S)
+                if "class RMSNormAdapter" in t)
+    asked = []
+    space = {"List": list, "PatchSpec": integration.PatchSpec, "apply": bench.apply,
+             "resolve_rmsnorm_def": lambda args: asked.append(args) or "none"}
+    exec(compile(text, "seed", "exec"), space)
+    original = norm.fused_add_rmsnorm
+    try:
+        integration.install_flashinfer_integrations(space["RMSNormAdapter"]())
+        x, residual, weight = torch.randn(3, 64), torch.randn(3, 64), torch.ones(64)
+        want = x + residual
+        norm.fused_add_rmsnorm(x, residual, weight)
+        close(residual, want)
+        assert len(asked) == 1
+    finally:
+        integration.uninstall_flashinfer_integrations()
+    assert norm.fused_add_rmsnorm is original

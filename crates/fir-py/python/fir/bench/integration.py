@@ -4,6 +4,7 @@ Functions and wrappers of norm, RoPE, sampling, MoE in fp8 blocks, decode, prefi
 uses nothing beyond what its definition has, and the table has a solution for its size.
 """
 
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -242,26 +243,51 @@ _ADAPTERS = {
 }
 
 
-def install_flashinfer_integrations():
-    """Patches what is there of ``flashinfer``; idempotent. Names of what is patched."""
+@dataclasses.dataclass(frozen=True)
+class PatchSpec:
+    """What an adapter of one's own patches: a function, ``package.module.function``, or a method of a class there."""
+
+    path: str
+    kind: str = "function"
+    name: str = ""
+    ctx_key: str = ""
+
+
+def _patch(key, adapter):
+    """Patches ``module:function`` or ``module:class.method``, if it is there and was not patched."""
+    module, _, path = key.partition(":")
+    *owners, name = path.split(".")
+    try:
+        target = functools.reduce(getattr, owners, importlib.import_module(module))
+        original = getattr(target, name)
+        inspect.signature(original)
+    except (ImportError, AttributeError, ValueError):
+        return
+    if key in _patched:
+        return
+    wrapper, places = adapter(original), [target]
+    root = importlib.import_module(module.split(".")[0])
+    if not owners and getattr(root, name, None) is original:
+        places.append(root)
+    _patched[key] = (places, name, original)
+    for place in places:
+        setattr(place, name, wrapper)
+
+
+def install_flashinfer_integrations(*adapters):
+    """Patches what is there of ``flashinfer``; idempotent. Names of what is patched.
+
+    An adapter of one's own has ``targets()``, a list of ``PatchSpec``, and ``make_wrapper(spec, original)``; it goes before ours.
+    """
+    for adapter in adapters:
+        for spec in adapter.targets():
+            module, _, name = spec.path.rpartition(".")
+            if spec.kind != "function":
+                module, _, owner = module.rpartition(".")
+                name = f"{owner}.{name}"
+            _patch(f"{module}:{name}", functools.partial(adapter.make_wrapper, spec))
     for key, adapter in _ADAPTERS.items():
-        module, _, path = key.partition(":")
-        *owners, name = path.split(".")
-        try:
-            target = functools.reduce(getattr, owners, importlib.import_module(module))
-            original = getattr(target, name)
-            inspect.signature(original)
-        except (ImportError, AttributeError, ValueError):
-            continue
-        if key in _patched:
-            continue
-        wrapper, places = adapter(original), [target]
-        root = importlib.import_module(module.split(".")[0])
-        if not owners and getattr(root, name, None) is original:
-            places.append(root)
-        _patched[key] = (places, name, original)
-        for place in places:
-            setattr(place, name, wrapper)
+        _patch(key, adapter)
     return sorted(_patched)
 
 
