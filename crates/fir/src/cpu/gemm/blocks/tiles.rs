@@ -174,7 +174,7 @@ impl<V: Integers, S: Scales> TileKernel for Multiply<'_, V, S> {
             }
         }
         if let Some((p, r)) = last {
-            tiles.end_i8(&mut buffer.0[before]);
+            tiles.end(&mut buffer.0[before]);
             let at = (p * rows + r) * LANES;
             let sums = &mut sums[at..at + ROWS * LANES];
             finish::<V, S>(v, &buffer.0, 0..ROWS, &prepared[p], &acts[r..r + ROWS], sums);

@@ -10,7 +10,7 @@
 use std::cell::Cell;
 
 use super::{ScaledProduct, Scales};
-use crate::cpu::arch::{Amx, Avx512, Left, Right, Sums, TILE, TileKernel, Tiles};
+use crate::cpu::arch::{Amx, Avx512, Fp8, Left, Right, Sums, TILE, TileKernel, Tiles};
 use crate::cpu::exec::Cpu;
 use crate::cpu::pool::RowsMut;
 use crate::cpu::rows::{Rows, narrow};
@@ -158,13 +158,13 @@ struct Pack<'a, X> {
 impl<X: Lane> TileKernel for Pack<'_, X> {
     type Out = ();
     #[inline(always)]
-    fn run(self, v: Avx512, tiles: Tiles) {
+    fn run(self, _: Avx512, tiles: Tiles) {
         let Self { x, first, to } = self;
         let rows = 16.min(x.len() - first);
         let mut block = [[bf16::ZERO; STEP]; 16];
         for (step, tile) in to.chunks_exact_mut(TILE).enumerate() {
             for (r, to) in block.iter_mut().take(rows).enumerate() {
-                convert(v, tiles, x.row(first + r), step * STEP, to);
+                convert(tiles, x.row(first + r), step * STEP, to);
             }
             let mut lines: [&[bf16]; 16] = [&[]; 16];
             for (line, row) in lines.iter_mut().zip(&block) {
@@ -177,18 +177,28 @@ impl<X: Lane> TileKernel for Pack<'_, X> {
 
 /// Fills `to`, whole steps, with the elements of a row from `from` on, zeros after its end. Exact for fp8 and bf16.
 #[inline(always)]
-fn convert<T: Lane>(v: Avx512, tiles: Tiles, row: &[T], from: usize, to: &mut [bf16]) {
+fn convert<T: Lane>(tiles: Tiles, row: &[T], from: usize, to: &mut [bf16]) {
     let row = &row[from..row.len().min(from + to.len())];
-    let whole = row.len() / STEP * STEP;
-    let mut i = 0;
-    while i < whole {
-        tiles.narrow(T::load(v, &row[i..]), T::load(v, &row[i + STEP / 2..]), &mut to[i..]);
-        i += STEP;
+    let table = match T::DTYPE {
+        DType::E4M3 => &const { Fp8::E4M3 },
+        DType::E5M2 => &const { Fp8::E5M2 },
+        _ => {
+            to[..row.len()].copy_from_slice(bytemuck::cast_slice(row));
+            to[row.len()..].fill(bf16::ZERO);
+            return;
+        }
+    };
+    let (whole, rest) = bytemuck::cast_slice::<T, u8>(row).as_chunks::<64>();
+    let (chunks, end) = to.as_chunks_mut::<64>();
+    for (from, to) in whole.iter().zip(&mut *chunks) {
+        tiles.widen_fp8(table, from, to);
     }
-    if i < to.len() {
-        let rest = &row[i..];
-        let (low, high) = rest.split_at(rest.len().min(STEP / 2));
-        tiles.narrow(T::load_tail(v, low), T::load_tail(v, high), &mut to[i..]);
+    let (mut bytes, mut wide) = ([0; 64], [bf16::ZERO; 64]);
+    bytes[..rest.len()].copy_from_slice(rest);
+    for to in chunks[whole.len()..].iter_mut().map(|to| &mut to[..]).chain([end]) {
+        tiles.widen_fp8(table, &bytes, &mut wide);
+        to.copy_from_slice(&wide[..to.len()]);
+        bytes = [0; 64];
     }
 }
 
@@ -218,20 +228,24 @@ impl<W: Lane, O: Lane> TileKernel for Unit<'_, W, O> {
         if steps == 0 || self.segment.is_some() {
             sums[..used].fill(0.0);
         }
-        let mut done = 0;
-        while done < steps {
+        // Few rows use a weight once: weights are read to the end of their rows, as memory likes it. Many rows of `x`
+        // stay in the second-level cache, a strip deep, until all weights have met them.
+        let (depths, strips) = (steps.div_ceil(STEPS), width.div_ceil(STRIP));
+        let place = |turn: usize| match m {
+            ..=STRIP => (turn / depths * STRIP, turn % depths * STEPS),
+            _ => (turn % strips * STRIP, turn / strips * STEPS),
+        };
+        for turn in 0..depths * strips {
+            let (j, done) = place(turn);
             let n = STEPS.min(steps - done);
-            for j in (0..width).step_by(STRIP) {
-                self.copy(v, tiles, j, done, n, &mut strip);
-                for i in (0..m).step_by(STRIP) {
-                    let sums = Sums { data: &mut sums[j * stride + i..], stride };
-                    match self.segment {
-                        Some(segment) => self.segments(v, tiles, (i, j), segment, &strip, done..done + n, sums),
-                        None => self.product(tiles, i, &strip, done, n, sums, done > 0),
-                    }
+            self.copy(v, tiles, (j, done), n, place(turn + 1), &mut strip);
+            for i in (0..m).step_by(STRIP) {
+                let sums = Sums { data: &mut sums[j * stride + i..], stride };
+                match self.segment {
+                    Some(segment) => self.segments(v, tiles, (i, j), segment, &strip, done..done + n, sums),
+                    None => self.product(tiles, i, &strip, done, n, sums, done > 0),
                 }
             }
-            done += n;
         }
         self.write(v, tiles, &sums, stride);
         SCRATCH.set((strip, sums));
@@ -240,13 +254,27 @@ impl<W: Lane, O: Lane> TileKernel for Unit<'_, W, O> {
 
 impl<W: Lane, O: Lane> Unit<'_, W, O> {
     /// Copies 32 weight rows from the unit's row `j` on, `n` steps from step `from` on, as bf16; zeros beyond the weights.
+    /// Asks for those that come `next`.
     #[inline(always)]
-    fn copy(&self, v: Avx512, tiles: Tiles, j: usize, from: usize, n: usize, strip: &mut [bf16]) {
-        let rows = STRIP.min(self.out.row_len() - j);
+    fn copy(
+        &self,
+        v: Avx512,
+        tiles: Tiles,
+        (j, from): (usize, usize),
+        n: usize,
+        next: (usize, usize),
+        strip: &mut [bf16],
+    ) {
         for (r, to) in strip.chunks_exact_mut(STRIDE).enumerate() {
+            if next.0 + r < self.out.row_len() {
+                let row = self.w.row(self.first + next.0 + r);
+                for step in (next.1..next.1 + STEPS).step_by(64 / STEP) {
+                    v.prefetch_far(row, step * STEP);
+                }
+            }
             let to = &mut to[..n * STEP];
-            if r < rows {
-                convert(v, tiles, self.w.row(self.first + j + r), from * STEP, to);
+            if j + r < self.out.row_len() {
+                convert(tiles, self.w.row(self.first + j + r), from * STEP, to);
             } else {
                 to.fill(bf16::ZERO);
             }
