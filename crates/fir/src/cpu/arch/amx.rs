@@ -515,6 +515,31 @@ impl Tiles {
         }
     }
 
+    /// `out`, `[32, 16]`, is the product of 32 rows of 64 bytes and of a packed tile, pairs of bf16 both. Leaves the sums of
+    /// the product begun last where they are.
+    #[inline(always)]
+    pub(crate) fn product_pairs(self, a: Left<'_, i8>, b: &[[u32; 16]; 16], out: &mut [f32; 32 * 16]) {
+        assert!(31 * a.stride + ROW <= a.data.len());
+        // SAFETY: tiles of 16 rows of 64 bytes are configured on this thread (`self`); the assertion keeps 32 rows inside
+        // their slice, `b` has 16 of 64 bytes and `out` 32.
+        unsafe {
+            asm!(
+                "tileloadd tmm6, [{b} + {row}*1]",
+                "tileloadd tmm4, [{a0} + {sa}*1]",
+                "tilezero tmm7",
+                "tdpbf16ps tmm7, tmm4, tmm6",
+                "tilestored [{c} + {row}*1], tmm7",
+                "tileloadd tmm5, [{a1} + {sa}*1]",
+                "tilezero tmm4",
+                "tdpbf16ps tmm4, tmm5, tmm6",
+                "tilestored [{c} + {row}*1 + 1024], tmm4",
+                a0 = in(reg) a.data.as_ptr(), a1 = in(reg) a.data[16 * a.stride..].as_ptr(), sa = in(reg) a.stride,
+                b = in(reg) b.as_ptr(), row = in(reg) ROW, c = in(reg) out.as_mut_ptr(),
+                options(nostack)
+            );
+        }
+    }
+
     /// `2^x` to 13 bits, for weights that are rounded to bf16: exactly 0 for -inf.
     #[inline(always)]
     pub(crate) fn exp2(self, x: __m512) -> __m512 {
