@@ -626,6 +626,7 @@ mod tests {
             products_match_loops::<2, 1>(tiles);
             products_match_loops::<2, 2>(tiles);
             streamed_products_match_loops(tiles);
+            products_of_pairs_match_loops(tiles);
             for sign in [0, 128] {
                 for from in [0u8, 64] {
                     let (mut got, x) = ([bf16::ZERO; 64], std::array::from_fn(|i| from + i as u8 | sign));
@@ -706,6 +707,24 @@ mod tests {
         }
         tiles.end(&mut got);
         assert_eq!(got, want);
+    }
+
+    fn products_of_pairs_match_loops(tiles: Tiles) {
+        let number = |i: usize, most: usize| bf16::from_f32((i * 7 % most) as f32 - 3.0);
+        let a: Vec<bf16> = (0..32 * 48).map(|i| number(i, 11)).collect();
+        let b: [[u32; 16]; 16] = std::array::from_fn(|p| {
+            std::array::from_fn(|j| {
+                let half = |l: usize| u32::from(number(l * 16 + j, 13).to_bits());
+                half(2 * p) | half(2 * p + 1) << 16
+            })
+        });
+        let mut got = [f32::NAN; 512];
+        tiles.product_pairs(Left { data: bytemuck::cast_slice(&a), stride: 96 }, &b, &mut got);
+        for (at, got) in got.iter().enumerate() {
+            let (i, j) = (at / 16, at % 16);
+            let want: f32 = (0..32).map(|l| a[i * 48 + l].to_f32() * number(l * 16 + j, 13).to_f32()).sum();
+            assert_eq!(*got, want, "{i} {j}");
+        }
     }
 
     fn i8_products_match_loops(tiles: Tiles) {
