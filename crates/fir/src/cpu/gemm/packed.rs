@@ -133,15 +133,19 @@ impl<W: Lane> Panel<'_, W> {
             }
             // Meanwhile the next block of these weight rows is asked for, a part with every tile: to wait for it would
             // take a tenth of the time.
-            let mut next = Ask { w: &w, rows: first..first + width, from: from + DEPTH, row: 0, at: 0 };
+            let mut next = Ask { w: &w, rows: first..first + width, from: from + DEPTH, rest: &[] };
             let tiles = rows.div_ceil(R) * width.div_ceil(strip);
-            let lines = (width * DEPTH * size_of::<W>()).div_ceil(64 * tiles);
+            // Whole rows or equal parts of one, so that a tile asks for lines of a single row.
+            let row_lines = (DEPTH * size_of::<W>()).div_ceil(64);
+            let parts = (tiles / width).clamp(1, row_lines);
             for i in (0..rows).step_by(R) {
                 let x = &x[i * row_len(k) + R * from..][..R * steps * V::LANES];
                 for (s, w) in panel.chunks_exact(size).enumerate().take(width.div_ceil(strip)) {
                     let sums = &mut sums[i * width + s * strip..];
                     let (rows, columns) = (R.min(rows - i), strip.min(width - s * strip));
-                    next.ask(v, lines);
+                    for _ in 0..width.div_ceil(tiles) {
+                        next.ask(v, row_lines.div_ceil(parts));
+                    }
                     v.call(Tile::<R, C> { x, w, steps, sums, stride: width, rows, columns });
                 }
             }
@@ -156,24 +160,25 @@ struct Ask<'a, W> {
     rows: std::ops::Range<usize>,
     /// First column of the block.
     from: usize,
-    row: usize,
-    at: usize,
+    /// What is left of a row's part in the block.
+    rest: &'a [W],
 }
 
 impl<W: Lane> Ask<'_, W> {
-    /// Asks for so many lines more, into the second-level cache.
+    /// Asks for so many lines more, or for the rest of a row, into the second-level cache.
     #[inline(always)]
     fn ask<V: Vector>(&mut self, v: V, lines: usize) {
-        let end = DEPTH.min(self.w.row_len().saturating_sub(self.from));
-        for _ in 0..lines {
-            if self.row >= self.rows.len() || end == 0 {
-                return;
-            }
-            v.prefetch_far(self.w.row(self.rows.start + self.row), self.from + self.at);
-            self.at += 64 / size_of::<W>();
-            if self.at >= end {
-                (self.row, self.at) = (self.row + 1, 0);
-            }
+        let line = 64 / size_of::<W>();
+        if self.rest.is_empty()
+            && self.from < self.w.row_len()
+            && let Some(r) = self.rows.next()
+        {
+            self.rest = &self.w.row(r)[self.from..self.w.row_len().min(self.from + DEPTH)];
+        }
+        let (now, rest) = self.rest.split_at(self.rest.len().min(lines * line));
+        self.rest = rest;
+        for at in (0..now.len()).step_by(line) {
+            v.prefetch_far(now, at);
         }
     }
 }
