@@ -53,8 +53,6 @@ pub(crate) trait Integers: Copy + Send + Sync + 'static {
     fn unsigned(self, x: &[u8], right: u32, mask: i32) -> Self::I;
     /// `a * b + c`, which must fit.
     fn mul_add(self, a: Self::I, b: Self::I, c: Self::I) -> Self::I;
-    /// Adds to each lane of `sum` the product of its two i16 of `a` and the two of `b`, which must fit.
-    fn pairs(self, sum: Self::I, a: Self::I, b: i32) -> Self::I;
 
     fn splat_f32(self, x: f32) -> Self::F;
     /// 16 numbers of f16, in 32 bytes.

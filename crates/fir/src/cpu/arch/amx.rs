@@ -22,8 +22,8 @@ const ROW: usize = 64;
 /// bf16 values of a packed tile: 32 deep, 16 columns.
 pub(crate) const TILE: usize = 512;
 
-/// Proof that this process may use AMX tiles with bf16 and i8, and has AVX-512 BF16 and VNNI and all that [`Avx512`]
-/// proves; only `detect` makes one.
+/// Proof that this process may use AMX tiles with bf16 and i8, and has AVX-512 BF16, VBMI and VNNI and all that
+/// [`Avx512`] proves; only `detect` makes one.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Amx(Avx512);
 
@@ -56,7 +56,7 @@ impl Amx {
 
     /// Runs `kernel`, compiled for this level, with tiles.
     pub(crate) fn run<K: TileKernel>(self, kernel: K) -> K::Out {
-        #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vnni")]
+        #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi,avx512vnni")]
         fn go<K: TileKernel>(kernel: K, amx: Amx) -> K::Out {
             kernel.run(amx.0, Tiles { amx, here: PhantomData })
         }
@@ -82,8 +82,8 @@ impl Amx {
     }
 }
 
-/// Whether the CPU has tiles, bf16 and i8 products, AVX-512 BF16 and VNNI, and the operating system lets this process use
-/// them.
+/// Whether the CPU has tiles, bf16 and i8 products, AVX-512 BF16, VBMI and VNNI, and the operating system lets this process
+/// use them.
 fn has_tiles() -> bool {
     // Leaf 7, EDX: AMX-BF16 22, AMX-TILE 24, AMX-INT8 25. Leaf 0x1D (the geometry) is hidden by some virtual machines;
     // there is only one palette.
@@ -91,6 +91,7 @@ fn has_tiles() -> bool {
     if __cpuid(0).eax < 7
         || __cpuid_count(7, 0).edx & BITS != BITS
         || !is_x86_feature_detected!("avx512bf16")
+        || !is_x86_feature_detected!("avx512vbmi")
         || !is_x86_feature_detected!("avx512vnni")
     {
         return false;
@@ -138,6 +139,16 @@ pub(crate) struct Right<'a, T> {
 pub(crate) struct Sums<'a, T> {
     pub data: &'a mut [T],
     pub stride: usize,
+}
+
+/// What [`Tiles::begin_bf16`] asks for as it goes.
+pub(crate) struct Ahead<'a> {
+    /// Eight lines a step, into the first-level cache: the sums of the next product.
+    pub sums: &'a [f32],
+    /// A line of either a step, into the second level.
+    pub rows: [&'a [bf16]; 2],
+    /// Four lines a step, into the second level.
+    pub x: &'a [bf16],
 }
 
 /// `$name`: sums of `I` × `J` tiles over `steps` steps, with `$dp` for one step of one pair.
@@ -246,54 +257,6 @@ macro_rules! products {
     };
 }
 
-/// Asks for eight lines, from byte `$from` on, of the next step of `$at`.
-macro_rules! ask {
-    ($at:literal, $from:literal) => {
-        concat!(
-            "prefetcht0 [{",
-            $at,
-            "} + 1024 + ",
-            $from,
-            "]\n",
-            "prefetcht0 [{",
-            $at,
-            "} + 1088 + ",
-            $from,
-            "]\n",
-            "prefetcht0 [{",
-            $at,
-            "} + 1152 + ",
-            $from,
-            "]\n",
-            "prefetcht0 [{",
-            $at,
-            "} + 1216 + ",
-            $from,
-            "]\n",
-            "prefetcht0 [{",
-            $at,
-            "} + 1280 + ",
-            $from,
-            "]\n",
-            "prefetcht0 [{",
-            $at,
-            "} + 1344 + ",
-            $from,
-            "]\n",
-            "prefetcht0 [{",
-            $at,
-            "} + 1408 + ",
-            $from,
-            "]\n",
-            "prefetcht0 [{",
-            $at,
-            "} + 1472 + ",
-            $from,
-            "]\n",
-        )
-    };
-}
-
 impl Tiles {
     products!(product_bf16, bf16, f32, "tdpbf16ps");
 
@@ -356,9 +319,10 @@ impl Tiles {
         }
     }
 
-    /// Stores the sums of the product begun last.
+    /// Stores the sums of the product begun last, of i32 or f32.
     #[inline(always)]
-    pub(crate) fn end_i8(self, last: &mut [i32; 32 * 32]) {
+    pub(crate) fn end<T: bytemuck::Pod>(self, last: &mut [T; 32 * 32]) {
+        const { assert!(size_of::<T>() == 4) };
         // SAFETY: as in `begin_i8`.
         unsafe {
             asm!(
@@ -372,60 +336,90 @@ impl Tiles {
         }
     }
 
-    /// As [`Self::product_bf16`] of 2 × 2 tiles, for operands from the second-level cache: the tiles of the left one are
-    /// packed too, each one's 16 rows side by side, the next step right behind, the second row of tiles after all steps
-    /// of the first. Sums are `[32, 32]`.
+    /// Begins a product of 2 × 2 tiles, `steps` deep, whose left operand is in the first-level cache and whose right one
+    /// comes from the second: `[steps, 2, TILE]` both. It starts from the sums `from`, or from zeros, and stores those
+    /// of the product before it to `last`, as in [`Self::begin_i8`]; [`Self::end`] stores its own.
     ///
-    /// A step asks for the tiles of the next one, spread between its products: on a core of a Xeon of model 207 the loop is at
-    /// 65 % of the products' own speed where operands come from the second level, and without it 40 to 57 %.
+    /// The right operand is loaded past the first level, which it would push the left one out of: that took
+    /// a product with 32 KB of left operand from 56 to 86 % of the tiles' own speed on a core of a Xeon of model 207. What is
+    /// asked for is spread over the steps, as a core waits for no more than sixteen lines at a time.
     #[inline(always)]
-    pub(crate) fn product_packed(self, a: &[bf16], b: Right<'_, bf16>, steps: usize, c: &mut [f32; 1024], keep: bool) {
-        if steps == 0 {
-            if !keep {
-                c.fill(0.0);
-            }
-            return;
-        }
-        // Everything the block below reads lies inside the slices; prefetches past their end read nothing.
-        assert!(2 * steps * TILE <= a.len() && b.stride + steps * TILE <= b.data.len());
-        let (mut a0, mut b0) = (a.as_ptr(), b.data.as_ptr());
-        let mut a1 = a0.wrapping_add(steps * TILE);
-        let mut b1 = b0.wrapping_add(b.stride);
+    pub(crate) fn begin_bf16(
+        self,
+        a: &[bf16],
+        b: &[bf16],
+        steps: usize,
+        from: Option<&[f32; 1024]>,
+        last: &mut [f32; 1024],
+        ahead: &Ahead<'_>,
+    ) {
+        // Everything the block below reads lies inside the slices; prefetches read nothing, wherever they point.
+        assert!(steps > 0 && 2 * steps * TILE <= a.len() && 2 * steps * TILE <= b.len());
+        let from = from.map_or(std::ptr::null(), |from| from.as_ptr());
         // SAFETY: tiles of 16 rows of 64 bytes are configured on this thread (`self`), the assertion above keeps every
-        // tile inside its slice, and `c` has 32 rows of 128 bytes.
+        // tile inside its slice, and `from` and `last` have 32 rows of 128 bytes. Were tiles used by others between two
+        // calls, sums would be wrong, and memory as safe.
         unsafe {
             asm!(
-                "tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3",
-                "test {keep:e}, {keep:e}",
+                "tileloadd tmm4, [{a} + {row}*1]",
+                "tileloaddt1 tmm6, [{b} + {row}*1]",
+                "tilestored [{last} + {row}*2], tmm0",
+                "tilezero tmm0",
+                "test {from}, {from}",
                 "jz 2f",
-                "tileloadd tmm0, [{c} + {sc}*1]", "tileloadd tmm1, [{c} + {sc}*1 + 64]",
-                "tileloadd tmm2, [{c} + {sc}*1 + 2048]", "tileloadd tmm3, [{c} + {sc}*1 + 2112]",
+                "tileloadd tmm0, [{from} + {row}*2]",
                 "2:",
-                "tileloadd tmm4, [{a0} + {row}*1]", "tileloadd tmm6, [{b0} + {row}*1]",
-                ask!("b0", 0), ask!("a0", 0),
                 "tdpbf16ps tmm0, tmm4, tmm6",
-                "tileloadd tmm5, [{a1} + {row}*1]",
-                ask!("b0", 512), ask!("a0", 512),
+                "tileloadd tmm5, [{a} + {row}*1 + 1024]",
+                "tilestored [{last} + {row}*2 + 2048], tmm2",
+                "tilezero tmm2",
+                "test {from}, {from}",
+                "jz 2f",
+                "tileloadd tmm2, [{from} + {row}*2 + 2048]",
+                "2:",
                 "tdpbf16ps tmm2, tmm5, tmm6",
-                ask!("b1", 0), ask!("a1", 0),
-                "tileloadd tmm7, [{b1} + {row}*1]",
+                "tileloaddt1 tmm7, [{b} + {row}*1 + 1024]",
+                "tilestored [{last} + {row}*2 + 64], tmm1",
+                "tilezero tmm1",
+                "test {from}, {from}",
+                "jz 2f",
+                "tileloadd tmm1, [{from} + {row}*2 + 64]",
+                "2:",
                 "tdpbf16ps tmm1, tmm4, tmm7",
-                ask!("b1", 512), ask!("a1", 512),
+                "tilestored [{last} + {row}*2 + 2112], tmm3",
+                "tilezero tmm3",
+                "test {from}, {from}",
+                "jz 2f",
+                "tileloadd tmm3, [{from} + {row}*2 + 2112]",
+                "2:",
                 "tdpbf16ps tmm3, tmm5, tmm7",
-                "add {a0}, 1024", "add {a1}, 1024", "add {b0}, 1024", "add {b1}, 1024",
+                "jmp 4f",
+                "3:",
+                "tileloadd tmm4, [{a} + {row}*1]",
+                "tileloaddt1 tmm6, [{b} + {row}*1]",
+                "tdpbf16ps tmm0, tmm4, tmm6",
+                "tileloadd tmm5, [{a} + {row}*1 + 1024]",
+                "tdpbf16ps tmm2, tmm5, tmm6",
+                "tileloaddt1 tmm7, [{b} + {row}*1 + 1024]",
+                "tdpbf16ps tmm1, tmm4, tmm7",
+                "tdpbf16ps tmm3, tmm5, tmm7",
+                "4:",
+                "prefetcht0 [{sums}]", "prefetcht0 [{sums} + 64]", "prefetcht0 [{sums} + 128]",
+                "prefetcht0 [{sums} + 192]", "prefetcht0 [{sums} + 256]", "prefetcht0 [{sums} + 320]",
+                "prefetcht0 [{sums} + 384]", "prefetcht0 [{sums} + 448]",
+                "prefetcht1 [{w0}]", "prefetcht1 [{w1}]",
+                "prefetcht1 [{x}]", "prefetcht1 [{x} + 64]", "prefetcht1 [{x} + 128]", "prefetcht1 [{x} + 192]",
+                "add {sums}, 512", "add {w0}, 64", "add {w1}, 64", "add {x}, 256",
+                "add {a}, 2048", "add {b}, 2048",
                 "dec {n}",
-                "jnz 2b",
-                "tilestored [{c} + {sc}*1], tmm0", "tilestored [{c} + {sc}*1 + 64], tmm1",
-                "tilestored [{c} + {sc}*1 + 2048], tmm2", "tilestored [{c} + {sc}*1 + 2112], tmm3",
-                a0 = inout(reg) a0, a1 = inout(reg) a1, b0 = inout(reg) b0, b1 = inout(reg) b1,
-                row = in(reg) ROW, c = in(reg) c.as_mut_ptr(), sc = in(reg) 128usize,
-                n = inout(reg) steps => _, keep = in(reg) u32::from(keep),
-                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
-                out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                "jnz 3b",
+                a = inout(reg) a.as_ptr() => _, b = inout(reg) b.as_ptr() => _, n = inout(reg) steps => _,
+                sums = inout(reg) ahead.sums.as_ptr() => _, x = inout(reg) ahead.x.as_ptr() => _,
+                w0 = inout(reg) ahead.rows[0].as_ptr() => _, w1 = inout(reg) ahead.rows[1].as_ptr() => _,
+                row = in(reg) ROW, from = in(reg) from, last = in(reg) last.as_mut_ptr(),
                 options(nostack)
             );
         }
-        let _ = (a0, a1, b0, b1);
     }
 
     /// Packs 32 elements of each of 16 rows, from element `at` on, as the tile whose columns are those rows.
@@ -499,6 +493,53 @@ impl Tiles {
         unsafe { out.cast::<__m512bh>().write_unaligned(_mm512_cvtne2ps_pbh(hi, lo)) };
     }
 
+    /// 64 numbers of fp8 as bf16, exactly.
+    #[inline(always)]
+    pub(crate) fn widen_fp8(self, table: &Fp8, x: &[u8; 64], out: &mut [bf16; 64]) {
+        const QUARTERS: [u64; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
+        // SAFETY: `self` proves AVX-512 and VBMI; loads and stores go through arrays of as many bytes.
+        unsafe {
+            let half = |bytes: &[u8; 128], at: usize| _mm512_loadu_si512(bytes[at..at + 64].as_ptr().cast());
+            // Interleaving works by 16 bytes: so the halves of 64 numbers come by eights in turn.
+            let x = _mm512_permutexvar_epi64(
+                _mm512_loadu_si512(QUARTERS.as_ptr().cast()),
+                _mm512_loadu_si512(x.as_ptr().cast()),
+            );
+            let low = _mm512_permutex2var_epi8(half(&table.low, 0), x, half(&table.low, 64));
+            let high = _mm512_permutex2var_epi8(half(&table.high, 0), x, half(&table.high, 64));
+            // high | x & 0x80
+            let high = _mm512_ternarylogic_epi32::<0b1111_1000>(high, x, _mm512_set1_epi8(i8::MIN));
+            let out = out.as_mut_ptr();
+            _mm512_storeu_si512(out.cast(), _mm512_unpacklo_epi8(low, high));
+            _mm512_storeu_si512(out.add(32).cast(), _mm512_unpackhi_epi8(low, high));
+        }
+    }
+
+    /// `out`, `[32, 16]`, is the product of 32 rows of 64 bytes and of a packed tile, pairs of bf16 both. Leaves the sums of
+    /// the product begun last where they are.
+    #[inline(always)]
+    pub(crate) fn product_pairs(self, a: Left<'_, i8>, b: &[[u32; 16]; 16], out: &mut [f32; 32 * 16]) {
+        assert!(31 * a.stride + ROW <= a.data.len());
+        // SAFETY: tiles of 16 rows of 64 bytes are configured on this thread (`self`); the assertion keeps 32 rows inside
+        // their slice, `b` has 16 of 64 bytes and `out` 32.
+        unsafe {
+            asm!(
+                "tileloadd tmm6, [{b} + {row}*1]",
+                "tileloadd tmm4, [{a0} + {sa}*1]",
+                "tilezero tmm7",
+                "tdpbf16ps tmm7, tmm4, tmm6",
+                "tilestored [{c} + {row}*1], tmm7",
+                "tileloadd tmm5, [{a1} + {sa}*1]",
+                "tilezero tmm4",
+                "tdpbf16ps tmm4, tmm5, tmm6",
+                "tilestored [{c} + {row}*1 + 1024], tmm4",
+                a0 = in(reg) a.data.as_ptr(), a1 = in(reg) a.data[16 * a.stride..].as_ptr(), sa = in(reg) a.stride,
+                b = in(reg) b.as_ptr(), row = in(reg) ROW, c = in(reg) out.as_mut_ptr(),
+                options(nostack)
+            );
+        }
+    }
+
     /// `2^x` to 13 bits, for weights that are rounded to bf16: exactly 0 for -inf.
     #[inline(always)]
     pub(crate) fn exp2(self, x: __m512) -> __m512 {
@@ -512,6 +553,42 @@ impl Tiles {
             let p = v.fma(p, f, v.splat(0.999_925_2));
             _mm512_scalef_ps(p, x)
         }
+    }
+}
+
+/// The bytes of the bf16 of an fp8 format's 128 magnitudes.
+pub(crate) struct Fp8 {
+    low: [u8; 128],
+    high: [u8; 128],
+}
+
+impl Fp8 {
+    pub(crate) const E4M3: Self = Self::new(4, 3);
+    pub(crate) const E5M2: Self = Self::new(5, 2);
+
+    const fn new(exponent: u32, mantissa: u32) -> Self {
+        let (mut low, mut high, mut code) = ([0; 128], [0; 128], 0);
+        let bias = (1 << (exponent - 1)) - 1;
+        while code < 128 {
+            let (e, m) = ((code as u32) >> mantissa, code as u32 & ((1 << mantissa) - 1));
+            let bits = if (mantissa == 3 && code == 127) || (mantissa == 2 && e == 31 && m > 0) {
+                0x7fc0
+            } else if mantissa == 2 && e == 31 {
+                0x7f80
+            } else if e > 0 {
+                (e + 127 - bias) << 7 | m << (7 - mantissa)
+            } else if m > 0 {
+                // Subnormal: the first bit of `m` becomes the one before the point.
+                let first = m.ilog2();
+                (1 + 127 - bias - mantissa + first) << 7 | (m << (7 - first)) & 0x7f
+            } else {
+                0
+            };
+            low[code] = bits as u8;
+            high[code] = (bits >> 8) as u8;
+            code += 1;
+        }
+        Self { low, high }
     }
 }
 
@@ -534,6 +611,7 @@ fn pairs(from: u16) -> __m512i {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::tensor::{E4m3, E5m2, Float};
 
     struct Check;
 
@@ -547,11 +625,29 @@ mod tests {
             products_match_loops::<1, 2>(tiles);
             products_match_loops::<2, 1>(tiles);
             products_match_loops::<2, 2>(tiles);
+            streamed_products_match_loops(tiles);
+            products_of_pairs_match_loops(tiles);
+            for sign in [0, 128] {
+                for from in [0u8, 64] {
+                    let (mut got, x) = ([bf16::ZERO; 64], std::array::from_fn(|i| from + i as u8 | sign));
+                    tiles.widen_fp8(&Fp8::E4M3, &x, &mut got);
+                    fp8_is_exact(&x.map(E4m3), &got);
+                    tiles.widen_fp8(&Fp8::E5M2, &x, &mut got);
+                    fp8_is_exact(&x.map(E5m2), &got);
+                }
+            }
             for x in (-200..200).map(|i| i as f32 * 0.37).chain([f32::NEG_INFINITY, -1e30]) {
                 let mut got = [0f32; 16];
                 v.store(tiles.exp2(v.splat(x)), &mut got);
                 assert!((got[0] - x.exp2()).abs() <= 1e-4 * x.exp2(), "{x}: {} {}", got[0], x.exp2());
             }
+        }
+    }
+
+    fn fp8_is_exact<T: Float>(x: &[T], got: &[bf16]) {
+        for (x, got) in x.iter().zip(got) {
+            let (want, got) = (x.to_f32(), got.to_f32());
+            assert!(want.to_bits() == got.to_bits() || want.is_nan() && got.is_nan(), "{x:?}: {got} for {want}");
         }
     }
 
@@ -584,6 +680,53 @@ mod tests {
         }
     }
 
+    /// Products in a row, each but the first on top of the sums of the one before.
+    fn streamed_products_match_loops(tiles: Tiles) {
+        let (mut before, mut got) = ([0f32; 1024], [0f32; 1024]);
+        let mut want: [f32; 1024] = std::array::from_fn(|i| i as f32);
+        for (turn, steps) in [1, 3, 2].into_iter().enumerate() {
+            let a: Vec<bf16> = (0..2 * steps * TILE).map(|i| bf16::from_f32((i % 13) as f32 - 6.0)).collect();
+            let b: Vec<bf16> = (0..2 * steps * TILE).map(|i| bf16::from_f32((i % 11) as f32 - 5.0)).collect();
+            let from = want;
+            for (at, want) in want.iter_mut().enumerate() {
+                let (i, j) = (at / 32, at % 32);
+                let dot: f32 = (0..32 * steps)
+                    .map(|l| {
+                        let a = a[(l / 32 * 2 + i / 16) * TILE + i % 16 * 32 + l % 32];
+                        a.to_f32() * b[(l / 32 * 2 + j / 16) * TILE + l % 32 / 2 * 32 + j % 16 * 2 + l % 2].to_f32()
+                    })
+                    .sum();
+                *want = dot + if turn > 0 { *want } else { 0.0 };
+            }
+            let ahead = Ahead { sums: &[], rows: [&a, &[]], x: &b };
+            tiles.begin_bf16(&a, &b, steps, (turn > 0).then_some(&from), &mut got, &ahead);
+            if turn > 0 {
+                assert_eq!(got, before, "before {steps}");
+            }
+            before = want;
+        }
+        tiles.end(&mut got);
+        assert_eq!(got, want);
+    }
+
+    fn products_of_pairs_match_loops(tiles: Tiles) {
+        let number = |i: usize, most: usize| bf16::from_f32((i * 7 % most) as f32 - 3.0);
+        let a: Vec<bf16> = (0..32 * 48).map(|i| number(i, 11)).collect();
+        let b: [[u32; 16]; 16] = std::array::from_fn(|p| {
+            std::array::from_fn(|j| {
+                let half = |l: usize| u32::from(number(l * 16 + j, 13).to_bits());
+                half(2 * p) | half(2 * p + 1) << 16
+            })
+        });
+        let mut got = [f32::NAN; 512];
+        tiles.product_pairs(Left { data: bytemuck::cast_slice(&a), stride: 96 }, &b, &mut got);
+        for (at, got) in got.iter().enumerate() {
+            let (i, j) = (at / 16, at % 16);
+            let want: f32 = (0..32).map(|l| a[i * 48 + l].to_f32() * number(l * 16 + j, 13).to_f32()).sum();
+            assert_eq!(*got, want, "{i} {j}");
+        }
+    }
+
     fn i8_products_match_loops(tiles: Tiles) {
         let (mut got, mut last) = ([0; 32 * 32], None);
         for steps in [1, 4, 2, 0] {
@@ -598,7 +741,7 @@ mod tests {
                 }
             }
             if steps == 0 {
-                tiles.end_i8(&mut got);
+                tiles.end(&mut got);
             }
             let want: [i32; 32 * 32] = std::array::from_fn(|at| {
                 let (i, j) = (at / 32, at % 32);

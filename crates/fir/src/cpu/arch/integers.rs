@@ -75,11 +75,6 @@ impl Integers for Portable {
         std::array::from_fn(|i| a[i] * b[i] + c[i])
     }
     #[inline(always)]
-    fn pairs(self, sum: [i32; 16], a: [i32; 16], b: i32) -> [i32; 16] {
-        let of = |x: i32| (x as i16 as i32, x >> 16);
-        std::array::from_fn(|i| sum[i] + of(a[i]).0 * of(b).0 + of(a[i]).1 * of(b).1)
-    }
-    #[inline(always)]
     fn splat_f32(self, x: f32) -> [f32; 16] {
         [x; 16]
     }
@@ -267,16 +262,6 @@ mod x86 {
                 [
                     _mm256_add_epi32(_mm256_mullo_epi32(a[0], b[0]), c[0]),
                     _mm256_add_epi32(_mm256_mullo_epi32(a[1], b[1]), c[1]),
-                ]
-            })
-        }
-        #[inline(always)]
-        fn pairs(self, sum: Pair<__m256i>, a: Pair<__m256i>, b: i32) -> Pair<__m256i> {
-            with!(self, {
-                let b = _mm256_set1_epi32(b);
-                [
-                    _mm256_add_epi32(sum[0], _mm256_madd_epi16(a[0], b)),
-                    _mm256_add_epi32(sum[1], _mm256_madd_epi16(a[1], b)),
                 ]
             })
         }
@@ -472,10 +457,6 @@ mod x86 {
         #[inline(always)]
         fn mul_add(self, a: __m512i, b: __m512i, c: __m512i) -> __m512i {
             with!(self, _mm512_add_epi32(_mm512_mullo_epi32(a, b), c))
-        }
-        #[inline(always)]
-        fn pairs(self, sum: __m512i, a: __m512i, b: i32) -> __m512i {
-            with!(self, _mm512_dpwssd_epi32(sum, a, _mm512_set1_epi32(b)))
         }
         #[inline(always)]
         fn splat_f32(self, x: f32) -> __m512 {

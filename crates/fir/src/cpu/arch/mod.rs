@@ -9,7 +9,7 @@ mod portable;
 mod x86;
 
 #[cfg(target_arch = "x86_64")]
-pub(crate) use amx::{Amx, Left, Right, Sums, TILE, TileKernel, Tiles};
+pub(crate) use amx::{Ahead, Amx, Fp8, Left, Right, Sums, TILE, TileKernel, Tiles};
 pub(crate) use portable::Portable;
 #[cfg(target_arch = "x86_64")]
 pub(crate) use x86::{Avx2, Avx512};

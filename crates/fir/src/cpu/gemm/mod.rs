@@ -1,6 +1,6 @@
 //! Dense matrix product `x · wᵀ`: both operands run along `k`, so an output is a dot product of two rows.
 //!
-//! A register tile holds `ROWS` × 4 dot products, `LANES` partial sums each. Work is cut into panels of [`PANEL`]
+//! A register tile holds `ROWS` × 4 or 3 dot products, `LANES` partial sums each. Work is cut into panels of [`PANEL`]
 //! weight rows, the unit of parallelism, and blocks of [`DEPTH`] along `k`, so that a tile's operands stay in the
 //! first-level cache. For many rows both operands are packed: see [`packed`].
 //!
@@ -33,8 +33,6 @@ use crate::tensor::{DType, TensorMut, TensorRef};
 const PANEL: usize = 64;
 /// Elements along `k` per block: a tile's ten rows of f32 are 40 KB, in the first-level cache.
 const DEPTH: usize = 1024;
-/// Weight rows per tile: what `sums4` adds up at once.
-const COLUMNS: usize = 4;
 
 thread_local! {
     /// Rows of a launch, packed or widened. Kept, as new memory of this size would be mapped and cleared every time.
@@ -278,27 +276,29 @@ impl<'a, T: Lane> Block<'a, T> {
 /// `sums[i, j] += x[i] · w[j]`
 #[inline(always)]
 fn multiply<V: Vector, W: Lane>(v: V, x: &Block<'_, f32>, w: &Block<'_, W>, sums: &mut [f32]) {
-    // 6 × 4 sums, 6 vectors of x and one of w fill the 32 registers of AVX-512. In the 16 of AVX2, 3 × 4 would fit but
-    // the compiler spills one, and the loop waits for that store: hence 2 × 4.
-    let most = if V::LANES == 16 { 6 } else { 2 };
+    // 8 × 3 or 6 × 4 sums, the vectors of w and one of x are in the 32 registers of AVX-512. In the 16 of AVX2, 3 × 4
+    // would fit but the compiler spills one, and the loop waits for that store: hence 2 × 4.
+    let most = if V::LANES == 16 { 8 } else { 2 };
     let mut i = 0;
     while i < x.count {
         let rows = most.min(x.count - i);
         match rows {
-            1 => strip::<V, W, 1>(v, x, i, w, sums),
-            2 => strip::<V, W, 2>(v, x, i, w, sums),
-            3 => strip::<V, W, 3>(v, x, i, w, sums),
-            4 => strip::<V, W, 4>(v, x, i, w, sums),
-            5 => strip::<V, W, 5>(v, x, i, w, sums),
-            _ => strip::<V, W, 6>(v, x, i, w, sums),
+            1 => strip::<V, W, 1, 4>(v, x, i, w, sums),
+            2 => strip::<V, W, 2, 4>(v, x, i, w, sums),
+            3 => strip::<V, W, 3, 4>(v, x, i, w, sums),
+            4 => strip::<V, W, 4, 4>(v, x, i, w, sums),
+            5 => strip::<V, W, 5, 4>(v, x, i, w, sums),
+            6 => strip::<V, W, 6, 4>(v, x, i, w, sums),
+            7 => strip::<V, W, 7, 3>(v, x, i, w, sums),
+            _ => strip::<V, W, 8, 3>(v, x, i, w, sums),
         }
         i += rows;
     }
 }
 
-/// `ROWS` rows of `x`, from `i` on, with all of `w`.
+/// `ROWS` rows of `x`, from `i` on, with all of `w`, `COLUMNS` rows at a time.
 #[inline(always)]
-fn strip<V: Vector, W: Lane, const ROWS: usize>(
+fn strip<V: Vector, W: Lane, const ROWS: usize, const COLUMNS: usize>(
     v: V,
     x: &Block<'_, f32>,
     i: usize,
@@ -318,7 +318,7 @@ fn strip<V: Vector, W: Lane, const ROWS: usize>(
             ws[c] = w.row(j + c.min(columns - 1));
             ahead[c] = w.row((j + COLUMNS + c).min(w.count - 1));
         }
-        let tile = dots::<V, W, ROWS>(v, xs, ws, ahead);
+        let tile = dots::<V, W, ROWS, COLUMNS>(v, xs, ws, ahead);
         for (r, tile) in tile.iter().enumerate() {
             for (sum, dot) in sums[(i + r) * w.count + j..][..columns].iter_mut().zip(tile) {
                 *sum += dot;
@@ -330,30 +330,30 @@ fn strip<V: Vector, W: Lane, const ROWS: usize>(
 
 /// The dot products of every row of `x` with every row of `w`, all of one length. Asks for the rows that come next.
 #[inline(always)]
-fn dots<V: Vector, W: Lane, const ROWS: usize>(
+fn dots<V: Vector, W: Lane, const ROWS: usize, const COLUMNS: usize>(
     v: V,
     x: [&[f32]; ROWS],
     w: [&[W]; COLUMNS],
     ahead: [&[W]; COLUMNS],
-) -> [[f32; COLUMNS]; ROWS] {
+) -> [[f32; 4]; ROWS] {
     let k = w[0].len();
     assert!(x.iter().all(|x| x.len() == k) && w.iter().all(|w| w.len() == k));
     let mut acc = [[v.splat(0.0); COLUMNS]; ROWS];
     let mut at = 0;
     while at + V::LANES <= k {
-        let mut xs = [v.splat(0.0); ROWS];
-        for r in 0..ROWS {
-            xs[r] = v.load(&x[r][at..]);
-        }
         if (at * size_of::<W>()).is_multiple_of(64) {
             for ahead in ahead {
                 v.prefetch_far(ahead, at);
             }
         }
+        let mut ws = [v.splat(0.0); COLUMNS];
         for c in 0..COLUMNS {
-            let w = W::load(v, &w[c][at..]);
-            for r in 0..ROWS {
-                acc[r][c] = v.fma(xs[r], w, acc[r][c]);
+            ws[c] = W::load(v, &w[c][at..]);
+        }
+        for r in 0..ROWS {
+            let x = v.load(&x[r][at..]);
+            for c in 0..COLUMNS {
+                acc[r][c] = v.fma(x, ws[c], acc[r][c]);
             }
         }
         at += V::LANES;
@@ -366,9 +366,13 @@ fn dots<V: Vector, W: Lane, const ROWS: usize>(
             }
         }
     }
-    let mut sums = [[0.0; COLUMNS]; ROWS];
+    let mut sums = [[0.0; 4]; ROWS];
     for r in 0..ROWS {
-        sums[r] = v.sums4(acc[r]);
+        let mut four = [v.splat(0.0); 4];
+        for c in 0..COLUMNS {
+            four[c] = acc[r][c];
+        }
+        sums[r] = v.sums4(four);
     }
     sums
 }

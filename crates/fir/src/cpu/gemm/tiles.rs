@@ -6,14 +6,19 @@
 //! A unit of work is a block of weight rows against a block of `x`. Up to [`FEW`] rows of `x` use a weight once: tiles
 //! load it from where it lies, and the memory is the bound. For more, a strip of 32 weight rows is copied, as tiles (rows
 //! a power of two apart would fall on few sets of the first-level cache), and meets every row of the block, which stays
-//! in the second level beside its sums. Meanwhile the next strip is asked for.
+//! in the second level beside its sums. Meanwhile the next strip is copied and the one after it asked for, and so is the
+//! next stretch of `x`: it comes from the last level, at a fifth of the second's speed.
+//!
+//! What it costs, in cycles for a strip of 256 elements against 32 rows, on a core of a Xeon of model 207: 512 for 32
+//! products of tiles, which hide 256 for their loads from the first level, 290 for 16 KB of `x` from the second and 100 for
+//! 4 KB of sums there and back. In turn with each other they would take twice as long.
 //!
 //! A sum runs over `k` in steps of 32, in order, the last one filled up with zeros: whatever the unit, the same bits.
 
 use std::cell::Cell;
 
 use super::{Epilogue, Product};
-use crate::cpu::arch::{Amx, Avx512, Left, Right, Sums, TILE, TileKernel, Tiles, aligned};
+use crate::cpu::arch::{Ahead, Amx, Avx512, Left, Right, Sums, TILE, TileKernel, Tiles, aligned};
 use crate::cpu::exec::Cpu;
 use crate::cpu::pool::RowsMut;
 use crate::cpu::rows::Rows;
@@ -31,9 +36,8 @@ const FEW: usize = STRIP;
 const SUMS: usize = STRIP * STRIP;
 /// Sizes of the blocks of a launch.
 ///
-/// A strip of the default depth, 256, takes 16 KB. Beside it 16 KB of `x` stream through the first-level cache per
-/// product; twice as deep they would push the strip out, and the second level gives no more than 50 bytes a cycle of the
-/// 64 that the tiles take. A block of 512 rows of `x` and as many weight rows has 1 MB of sums, and 256 KB of `x`.
+/// A strip of the default depth, 256, takes 16 KB of the first-level cache, and so does the one that is being copied. A
+/// block of 512 rows of `x` and 256 weight rows has 512 KB of sums, and 256 KB of `x`, twice, of the second level's 2 MB.
 #[derive(Clone, Copy)]
 struct Sizes {
     /// Elements along `k` of a strip.
@@ -54,7 +58,7 @@ pub(super) fn products<O: Lane>(cpu: &Cpu, amx: Amx, op: &'static str, list: Vec
     let alone = list.iter().fold(0usize, |sum, p| sum.saturating_add(p.work())) < 4 << 20;
     let tuning = cpu.tuning();
     let sizes = Sizes { depth: tuning.gemm_depth, block: tuning.gemm_block };
-    let packed_len = |p: &Product<'_>| p.x.shape()[0].div_ceil(16) * p.x.shape()[1].div_ceil(STEP) * TILE;
+    let packed_len = |p: &Product<'_>| tile_rows(p.x.shape()[0]) * p.x.shape()[1].div_ceil(STEP) * TILE;
     let mut buffer = PACKED.take();
     let packed = aligned(&mut buffer, list.iter().map(packed_len).sum());
     let (mut packs, mut rest) = (vec![], &mut *packed);
@@ -62,9 +66,24 @@ pub(super) fn products<O: Lane>(cpu: &Cpu, amx: Amx, op: &'static str, list: Vec
         let x = Rows::<bf16>::new(op, "x", p.x)?;
         let (mine, others) = rest.split_at_mut(packed_len(p));
         rest = others;
-        // Sixteen rows each.
-        let tile_rows = mine.chunks_mut((x.row_len().div_ceil(STEP) * TILE).max(1));
-        packs.extend(tile_rows.enumerate().map(|(i, to)| Pack { x, first: 16 * i, to }));
+        let (m, steps) = (x.len(), x.row_len().div_ceil(STEP));
+        if m <= FEW {
+            // Sixteen rows each, all steps.
+            let parts = mine.chunks_mut((steps * TILE).max(1)).enumerate();
+            packs.extend(parts.map(|(i, to)| Pack { x, first: 16 * i, from: 0, side: 1, to }));
+            continue;
+        }
+        // Blocks, stretches of a strip's depth, strips, steps: what a product reads lies side by side.
+        let (mut mine, depth) = (mine, sizes.depth / STEP);
+        for first in (0..m).step_by(sizes.block) {
+            for from in (0..steps).step_by(depth) {
+                for strip in (first..m.min(first + sizes.block)).step_by(STRIP) {
+                    let (to, others) = mine.split_at_mut(2 * depth.min(steps - from) * TILE);
+                    mine = others;
+                    packs.push(Pack { x, first: strip, from, side: 2, to });
+                }
+            }
+        }
     }
     if alone || packs.len() == 1 {
         packs.into_iter().for_each(|p| amx.run(p));
@@ -85,7 +104,17 @@ pub(super) fn products<O: Lane>(cpu: &Cpu, amx: Amx, op: &'static str, list: Vec
         for (b, rows) in out.cut(lens(m, sizes.block)).into_iter().enumerate() {
             let x = &mine[b * sizes.block / 16 * steps * TILE..];
             let columns = rows.split_columns(width).into_iter().enumerate();
-            units.extend(columns.map(|(i, out)| Unit { sizes, x, w, k, n, first: i * width, out, then: p.then }));
+            units.extend(columns.map(|(i, out)| Unit {
+                sizes,
+                few: m <= FEW,
+                x,
+                w,
+                k,
+                n,
+                first: i * width,
+                out,
+                then: p.then,
+            }));
         }
     }
     if alone {
@@ -102,10 +131,19 @@ fn lens(m: usize, block: usize) -> impl Iterator<Item = usize> {
     (0..m).step_by(block).map(move |at| block.min(m - at))
 }
 
-/// Packs up to 16 rows of `x`, from `first` on, zeros after the last and after the end of each.
+/// Tiles side by side that hold `m` rows of `x`: more than few are whole strips.
+fn tile_rows(m: usize) -> usize {
+    if m <= FEW { m.div_ceil(16) } else { m.div_ceil(STRIP) * (STRIP / 16) }
+}
+
+/// Packs steps of rows of `x`, `16 * side` of them from `first` on, the tiles of a step side by side; zeros after the last
+/// row and after the end of each.
 struct Pack<'a> {
     x: Rows<'a, bf16>,
     first: usize,
+    /// The first step.
+    from: usize,
+    side: usize,
     to: &'a mut [bf16],
 }
 
@@ -113,13 +151,14 @@ impl TileKernel for Pack<'_> {
     type Out = ();
     #[inline(always)]
     fn run(self, _: Avx512, tiles: Tiles) {
-        let Self { x, first, to } = self;
-        let (rows, k) = (16.min(x.len() - first), x.row_len());
-        let mut ends = [[bf16::ZERO; STEP]; 16];
-        for (step, tile) in to.chunks_exact_mut(TILE).enumerate() {
+        let Self { x, first, from, side, to } = self;
+        let k = x.row_len();
+        for (at, tile) in to.chunks_exact_mut(TILE).enumerate() {
+            let (step, first) = (from + at / side, x.len().min(first + at % side * 16));
             let columns = step * STEP..k.min((step + 1) * STEP);
+            let mut ends = [[bf16::ZERO; STEP]; 16];
             let mut lines: [&[bf16]; 16] = [&[bf16::ZERO; STEP]; 16];
-            for (r, end) in ends.iter_mut().take(rows).enumerate() {
+            for (r, end) in ends.iter_mut().take(x.len() - first).enumerate() {
                 let row = &x.row(first + r)[columns.clone()];
                 lines[r] = if row.len() == STEP {
                     row
@@ -136,6 +175,8 @@ impl TileKernel for Pack<'_> {
 /// Rows `out.range()` of a product, for the weight rows from `first` on, as many as `out` is wide.
 struct Unit<'a, O> {
     sizes: Sizes,
+    /// Whether the whole product has few rows, by which they are packed.
+    few: bool,
     /// Packed, from the unit's first row on.
     x: &'a [bf16],
     w: Rows<'a, bf16>,
@@ -155,14 +196,15 @@ impl<O: Lane> TileKernel for Unit<'_, O> {
         let m = self.out.range().len();
         let (strips, widths) = (m.div_ceil(STRIP), self.out.row_len().div_ceil(STRIP));
         {
-            let strip = aligned(&mut strip, STRIP * self.sizes.depth);
+            // Two, of many rows.
+            let strip = aligned(&mut strip, 2 * STRIP * self.sizes.depth);
             let size = widths * strips * SUMS;
             let sums = aligned(&mut sums, self.then.rows() * size);
             for (half, sums) in sums.chunks_exact_mut(size).enumerate() {
                 let first = half * self.n + self.first;
                 if self.k == 0 {
                     sums.fill(0.0);
-                } else if m <= FEW {
+                } else if self.few {
                     self.few(tiles, first, strip, sums);
                 } else {
                     self.many(v, tiles, first, strip, sums);
@@ -184,7 +226,7 @@ impl<O: Lane> Unit<'_, O> {
             if (j + 1) * STRIP <= width
                 && let Some((data, stride)) = self.w.stretch(first + j * STRIP, STRIP)
             {
-                let (left, right) = (Left { data, stride }, self.right(0, 0));
+                let (left, right) = (Left { data, stride }, self.right(0));
                 let sums = Sums { data: sums, stride: STRIP };
                 if self.out.range().len() > 16 {
                     tiles.product_bf16::<2, 2>(left, right, whole, sums, false);
@@ -194,9 +236,14 @@ impl<O: Lane> Unit<'_, O> {
                 done = whole;
             }
             while done < steps {
-                let n = (self.sizes.depth / STEP).min(steps - done);
-                self.copy(first, j, done, n, strip);
-                tiles.product_packed(strip, self.right(0, done), n, sums, done > 0);
+                let (n, depth) = ((self.sizes.depth / STEP).min(steps - done), self.sizes.depth);
+                for (r, to) in strip.chunks_exact_mut(depth).enumerate().take(STRIP) {
+                    let row = if j * STRIP + r < width { self.w.row(first + j * STRIP + r) } else { &[] };
+                    let row = row.get(done * STEP..).unwrap_or_default();
+                    copy(row, to[..n * STEP].chunks_exact_mut(STEP));
+                }
+                let (left, right) = (Left { data: &*strip, stride: depth }, self.right(done));
+                tiles.product_bf16::<2, 2>(left, right, n, Sums { data: sums, stride: STRIP }, done > 0);
                 done += n;
             }
         }
@@ -204,72 +251,69 @@ impl<O: Lane> Unit<'_, O> {
 
     #[inline(always)]
     fn many(&self, v: Avx512, tiles: Tiles, first: usize, strip: &mut [bf16], sums: &mut [f32]) {
-        let (steps, strips) = (self.k.div_ceil(STEP), self.out.range().len().div_ceil(STRIP));
-        // Weight rows to ask for per product, so that those of the next strip are there when it comes.
-        let ahead = STRIP.div_ceil(strips);
-        let mut done = 0;
-        while done < steps {
-            let n = (self.sizes.depth / STEP).min(steps - done);
-            let sums = sums.as_chunks_mut::<SUMS>().0;
-            for (j, sums) in sums.chunks_exact_mut(strips).enumerate() {
-                self.copy(first, j, done, n, strip);
-                let next = if (j + 1) * STRIP < self.out.row_len() { (j + 1, done) } else { (0, done + n) };
-                for i in 0..strips {
-                    for r in i * ahead..STRIP.min((i + 1) * ahead) {
-                        self.ask(v, first, next, r, n);
-                    }
-                    if done > 0 && i + 1 < strips {
-                        v.prefetch(&sums[i + 1]);
-                    }
-                    tiles.product_packed(strip, self.right(i, done), n, &mut sums[i], done > 0);
-                }
-            }
-            done += n;
-        }
-    }
-
-    /// Strip `i` of the unit's rows of `x`, from step `from` on. Of 16 rows or fewer its second tile is the first again,
-    /// for sums that nobody reads.
-    #[inline(always)]
-    fn right(&self, i: usize, from: usize) -> Right<'_, bf16> {
-        let steps = self.k.div_ceil(STEP);
-        let stride = if self.out.range().len() - i * STRIP > 16 { steps * TILE } else { 0 };
-        Right { data: &self.x[(i * (STRIP / 16) * steps + from) * TILE..], stride }
-    }
-
-    /// Copies strip `j` of the weights from row `first` on, `n` steps from step `from` on, as tiles: those of 16 rows and
-    /// then those of the others. Zeros beyond the weights.
-    #[inline(always)]
-    fn copy(&self, first: usize, j: usize, from: usize, n: usize, strip: &mut [bf16]) {
-        let rows = STRIP.min(self.out.row_len() - j * STRIP);
-        let columns = from * STEP..self.k.min((from + n) * STEP);
+        let (steps, depth) = (self.k.div_ceil(STEP), self.sizes.depth / STEP);
+        let (strips, width) = (self.out.range().len().div_ceil(STRIP), self.out.row_len());
+        let (widths, sums) = (width.div_ceil(STRIP), sums.as_chunks_mut::<SUMS>().0);
+        // Weight rows to copy, and to ask for, per product, so that they are there when their strip comes.
+        let each = STRIP.div_ceil(strips);
+        let (mut strip, mut other) = strip.split_at_mut(2 * depth * TILE);
+        let mut unused = [0f32; SUMS];
         for r in 0..STRIP {
-            let row = if r < rows { &self.w.row(first + j * STRIP + r)[columns.clone()] } else { &[] };
-            let (whole, rest) = row.as_chunks::<STEP>();
-            let lines = strip[r / 16 * n * TILE + r % 16 * STEP..].chunks_mut(TILE).take(n);
-            for (i, line) in lines.enumerate() {
-                let line = line.first_chunk_mut::<STEP>().expect("a line of a tile");
-                if let Some(from) = whole.get(i) {
-                    *line = *from;
-                } else {
-                    *line = [bf16::ZERO; STEP];
-                    if i == whole.len() {
-                        line[..rest.len()].copy_from_slice(rest);
+            copy(self.stretch(first, 0, r), strip[r / 16 * TILE + r % 16 * STEP..].chunks_mut(2 * TILE).take(depth));
+        }
+        for turn in 0..steps.div_ceil(depth) * widths {
+            let (from, j) = (turn / widths * depth, turn % widths);
+            let n = depth.min(steps - from);
+            for i in 0..strips {
+                let rows = i * each..STRIP.min((i + 1) * each);
+                for r in rows.clone() {
+                    let lines = other[r / 16 * TILE + r % 16 * STEP..].chunks_mut(2 * TILE).take(depth);
+                    copy(self.stretch(first, turn + 1, r), lines);
+                    // The first two are asked for by the product.
+                    let row = if r < rows.start + 2 { &[] } else { self.stretch(first, turn + 2, r) };
+                    for at in (0..row.len()).step_by(STEP) {
+                        v.prefetch_far(row, at);
                     }
                 }
+                let at = j * strips + i;
+                let (before, rest) = sums.split_at_mut(at);
+                let x = &self.x[(from * strips + i * n) * 2 * TILE..];
+                // All of the next stretch of `x` against the first eight strips of this one.
+                let next = (from + n) * strips * 2 * TILE + at * n * (TILE / 4);
+                let ahead = Ahead {
+                    sums: rest.get(1).map_or(&[], |sums| sums),
+                    rows: [self.stretch(first, turn + 2, rows.start), self.stretch(first, turn + 2, rows.start + 1)],
+                    x: if at < 8 * strips && next < self.x.len() { &self.x[next..] } else { x },
+                };
+                let last = before.last_mut().unwrap_or(&mut unused);
+                tiles.begin_bf16(strip, x, n, (from > 0).then_some(&rest[0]), last, &ahead);
             }
+            if j + 1 == widths {
+                tiles.end(&mut sums[turn % widths * strips + strips - 1]);
+            }
+            std::mem::swap(&mut strip, &mut other);
         }
     }
 
-    /// Asks for row `r` of strip `j` of the weights, `n` steps from step `from` on, where there is one.
+    /// Strip of few rows of `x`, from step `from` on. Of 16 rows or fewer its second tile is the first again, for sums
+    /// that nobody reads.
     #[inline(always)]
-    fn ask(&self, v: Avx512, first: usize, (j, from): (usize, usize), r: usize, n: usize) {
-        if j * STRIP + r < self.out.row_len() {
-            let row = self.w.row(first + j * STRIP + r);
-            for step in from..from + n {
-                v.prefetch_far(row, step * STEP);
-            }
+    fn right(&self, from: usize) -> Right<'_, bf16> {
+        let stride = if self.out.range().len() > 16 { self.k.div_ceil(STEP) * TILE } else { 0 };
+        Right { data: &self.x[from * TILE..], stride }
+    }
+
+    /// Of row `r` of a strip of the weights from row `first` on, what the strip's turn takes: all strips take a stretch of
+    /// their rows, then all take the next one. Nothing if there is no such row.
+    #[inline(always)]
+    fn stretch(&self, first: usize, turn: usize, r: usize) -> &[bf16] {
+        let (width, depth) = (self.out.row_len(), self.sizes.depth);
+        let widths = width.div_ceil(STRIP);
+        let (row, from) = (turn % widths * STRIP + r, turn / widths * depth);
+        if r >= STRIP || row >= width || from >= self.k {
+            return &[];
         }
+        &self.w.row(first + row)[from..self.k.min(from + depth)]
     }
 
     /// Turns the sums, `size` of them per weight row of a column, and writes them.
@@ -291,6 +335,23 @@ impl<O: Lane> Unit<'_, O> {
                     let out = &mut self.out.row(range.start + i + r)[columns.clone()];
                     self.then.write(v, self.first + j, sums, second, out);
                 }
+            }
+        }
+    }
+}
+
+/// Copies a weight row to `lines`, a step each; zeros beyond its end.
+#[inline(always)]
+fn copy<'a>(row: &[bf16], lines: impl Iterator<Item = &'a mut [bf16]>) {
+    let (whole, rest) = row.as_chunks::<STEP>();
+    for (i, line) in lines.enumerate() {
+        let line = line.first_chunk_mut::<STEP>().expect("a line of a tile");
+        if let Some(from) = whole.get(i) {
+            *line = *from;
+        } else {
+            *line = [bf16::ZERO; STEP];
+            if i == whole.len() {
+                line[..rest.len()].copy_from_slice(rest);
             }
         }
     }

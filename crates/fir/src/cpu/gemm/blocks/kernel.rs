@@ -19,6 +19,17 @@ pub(super) fn padded(rows: usize) -> usize {
     }
 }
 
+/// Whether so many rows, [`padded`], go through AMX tiles.
+pub(super) fn is_tiled(cpu: &Cpu, rows: usize) -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return rows >= TILED && cpu.amx().is_some();
+    #[cfg(not(target_arch = "x86_64"))]
+    {
+        let _ = (cpu, rows, TILED);
+        false
+    }
+}
+
 /// Adds to `sums`, `[panels, rows, 16]`, the product of the panels from `first` on and all rows of `acts`.
 pub(super) fn run(cpu: &Cpu, acts: &[Activations], w: &Packed, first: usize, rows: usize, sums: &mut [f32]) {
     macro_rules! go {

@@ -57,12 +57,11 @@ thread_local! {
 struct Activations {
     /// Four signed bytes each.
     words: [i32; SUPER / 4],
-    /// Sums of the format's sub-blocks: the bits of f32 if it has minima; else i32, times minus the weights' offset.
+    /// Sums of the format's sub-blocks: the bits of f32 if it has minima; else i32, times minus the weights' offset. If
+    /// tiles meet integer minima, two bf16 that add up to the sum, the larger one above: a row of a tile.
     sums: [i32; 16],
     scale: f32,
-    /// The sums of two sub-blocks each, as i16, if the format has integer minima.
-    pairs: [i32; 8],
-    unused: [u32; 7],
+    unused: [u32; 15],
 }
 
 impl Activations {
@@ -99,7 +98,9 @@ fn pass<X: Lane, O: Lane>(cpu: &Cpu, x: Rows<'_, X>, w: &Packed, out: RowsMut<'_
         acts.resize(padded * supers, Activations::zeroed());
     }
     let used = &mut acts[..padded * supers];
-    let quantize = |(s, out)| cpu.run(Quantize { x, rows: first..first + rows, s, format: w.format(), out });
+    let format = w.format();
+    let pairs = kernel::is_tiled(cpu, padded) && format.has_min() && format.elements() > GROUP;
+    let quantize = |(s, out)| cpu.run(Quantize { x, rows: first..first + rows, s, format, pairs, out });
     let parts = used.chunks_exact_mut(padded).enumerate();
     // A core quantizes 64k elements in some 10 µs.
     if rows * w.k() < 64 << 10 {
@@ -162,6 +163,8 @@ struct Quantize<'a, X> {
     rows: Range<usize>,
     s: usize,
     format: BlockFormat,
+    /// Whether sums become two bf16.
+    pairs: bool,
     out: &'a mut [Activations],
 }
 
@@ -175,13 +178,13 @@ impl<X: Lane> Kernel for Quantize<'_, X> {
         for (r, out) in self.rows.zip(out) {
             let row = &self.x.row(r)[self.s * SUPER..];
             widen(v, &row[..row.len().min(SUPER)], &mut wide);
-            quantize(v, &wide, self.format, out);
+            quantize(v, &wide, self.format, self.pairs, out);
         }
     }
 }
 
 #[inline(always)]
-fn quantize<V: Vector>(v: V, x: &[f32; SUPER], format: BlockFormat, out: &mut Activations) {
+fn quantize<V: Vector>(v: V, x: &[f32; SUPER], format: BlockFormat, pairs: bool, out: &mut Activations) {
     let (mut most, mut finite, infinity) = (v.splat(0.0), true, v.splat(f32::INFINITY));
     let mut i = 0;
     while i < SUPER {
@@ -214,11 +217,16 @@ fn quantize<V: Vector>(v: V, x: &[f32; SUPER], format: BlockFormat, out: &mut Ac
                 sums[(i - (4 - j) * V::LANES) / format.sub()] += sum;
             }
         }
-        for (out, sum) in out.pairs.iter_mut().zip(sums.as_chunks::<2>().0) {
-            *out = sum[0] as i32 & 0xffff | (sum[1] as i32) << 16;
-        }
         for (out, sum) in out.sums.iter_mut().zip(sums) {
-            *out = if format.has_min() { sum.to_bits() as i32 } else { -format.offset() * sum as i32 };
+            *out = if pairs {
+                // Up to 12 bits: the first eight, and the rest.
+                let upper = sum.to_bits() & 0xffff_0000;
+                (upper | (sum - f32::from_bits(upper)).to_bits() >> 16) as i32
+            } else if format.has_min() {
+                sum.to_bits() as i32
+            } else {
+                -format.offset() * sum as i32
+            };
         }
     }
 }

@@ -4,7 +4,8 @@
 //! same integers. Of a cell the right operand is eight tiles, 256 deep and 16 columns wide twice:
 //!
 //! * integer scales: `sc * q`, up to 13 bits, as `256 * high + low` in signed bytes. One product over the whole depth
-//!   gives the sums of both parts, and one pass of vectors per cell joins them.
+//!   gives the sums of both parts, and one pass of vectors per cell joins them. Minima meet the sums of activations in a
+//!   product of bf16, which is exact too: a sum of 12 bits is two numbers of bf16.
 //! * f16 scales: `q`, each group of 32 alone in the 64 deep tile that it shares with its neighbour, the rest zeros. One
 //!   product of one step gives the sums of both groups.
 //!
@@ -14,8 +15,11 @@
 //!
 //! | | tiles | vectors, one port | together, in the first-level cache |
 //! |---|--:|--:|--:|
-//! | integer scales | 8 × 16 = 128 | 16 × 5 = 80, with minima 16 × (7 + 4) = 176, of 16 elements 16 × (7 + 8) = 240 | 163 without minima |
+//! | integer scales | 8 × 16 = 128 | 16 × 5 = 80, with minima 16 × 6 = 96 | 145, with minima 180 |
 //! | f16 scales | 8 × 16 = 128 | 16 × 8 × 2 = 256, with minima 16 × 8 × 3 = 384 | 270 without minima |
+//!
+//! Rows' activations come from the second-level cache, and nothing asks for them ahead: doing so took 20 % (integer scales)
+//! to 35 % (f16 scales) longer, as lines that are waited for keep tiles' own loads waiting.
 //!
 //! So 39 % of what int8 products can do is the bound of integer scales, and 24 % that of f16 scales: one conversion and
 //! one multiply-add for each group's sum, and no way to add integers whose scales have no common divisor.
@@ -24,11 +28,10 @@ use std::marker::PhantomData;
 use std::ops::Range;
 
 use super::kernel::{Codes, Scales};
-use super::pack::{Cell, LANES, Packed};
+use super::pack::{Cell, LANES, Packed, SUPER};
 use super::{Activations, MANY as ROWS};
 use crate::cpu::arch::{Amx, Avx512, Left, Right, TileKernel, Tiles};
 use crate::cpu::integers::{Integers, PITCH};
-use crate::cpu::vector::Vector;
 
 /// Panels against which all rows are multiplied in turn: 16 KB of tiles, in the first-level cache beside the rows' 8 KB
 /// and the sums of two products.
@@ -44,11 +47,11 @@ struct Aligned<T>(T);
 
 /// What is made of a cell for all rows.
 #[derive(Clone, Copy)]
-struct Prepared<'a, V: Integers> {
+struct Prepared<'a> {
     cell: Cell<'a>,
     right: Aligned<[i8; 8 * TILE]>,
-    /// Integer minima of two sub-blocks each, as i16.
-    minima: [V::I; 8],
+    /// Integer minima by sub-block, each as bf16 twice: for the two parts of its sum of activations.
+    minima: Aligned<[[u32; LANES]; 16]>,
 }
 
 /// Adds to `sums`, `[panels, rows, 16]`, the product of the panels from `first` on and all rows of `acts`.
@@ -64,8 +67,8 @@ pub(super) fn run<V: Integers, C: Codes, S: Scales>(
 ) {
     // What a cell leaves of the last one's tiles, fewer groups than it had, is not looked at.
     let cell = Cell { groups: 0, codes: &[], scales: &[], shared: &[] };
-    let (right, minima) = (Aligned([0; 8 * TILE]), [v.splat(0); 8]);
-    let mut prepared = [Prepared::<V> { cell, right, minima }; AT_ONCE];
+    let (right, minima) = (Aligned([0; 8 * TILE]), Aligned([[0; LANES]; 16]));
+    let mut prepared = [Prepared { cell, right, minima }; AT_ONCE];
     for (s, acts) in acts.chunks_exact(rows).enumerate() {
         for (group, sums) in sums.chunks_mut(AT_ONCE * rows * LANES).enumerate() {
             let prepared = &mut prepared[..sums.len() / (rows * LANES)];
@@ -79,7 +82,7 @@ pub(super) fn run<V: Integers, C: Codes, S: Scales>(
 }
 
 #[inline(always)]
-fn prepare<V: Integers, C: Codes, S: Scales>(v: V, offset: u8, out: &mut Prepared<'_, V>) {
+fn prepare<V: Integers, C: Codes, S: Scales>(v: V, offset: u8, out: &mut Prepared<'_>) {
     let right: &mut [u8] = bytemuck::cast_slice_mut(&mut out.right.0);
     let scale_bytes = S::bytes();
     let groups = out.cell.codes.chunks_exact(C::BYTES).zip(out.cell.scales.chunks_exact(scale_bytes));
@@ -89,14 +92,12 @@ fn prepare<V: Integers, C: Codes, S: Scales>(v: V, offset: u8, out: &mut Prepare
             for sub in 0..S::SUBS {
                 (scale[sub], min[sub]) = S::read(v, scales, sub);
             }
-            if S::MIN {
-                let (j, shift) = (S::SUBS * g, v.splat(1 << 16));
-                if S::SUBS == 2 {
-                    out.minima[j / 2] = v.mul_add(min[1], shift, min[0]);
-                } else if g % 2 == 0 {
-                    out.minima[j / 2] = min[0];
-                } else {
-                    out.minima[j / 2] = v.mul_add(min[0], shift, out.minima[j / 2]);
+            for sub in 0..if S::MIN { S::SUBS } else { 0 } {
+                let mut lanes = [0f32; LANES];
+                v.store(v.float(min[sub]), &mut lanes);
+                // Six bits: the upper half of an f32 has them all.
+                for (pair, min) in out.minima.0[S::SUBS * g + sub].iter_mut().zip(lanes) {
+                    *pair = min.to_bits() | min.to_bits() >> 16;
                 }
             }
         }
@@ -119,7 +120,7 @@ fn prepare<V: Integers, C: Codes, S: Scales>(v: V, offset: u8, out: &mut Prepare
 struct Multiply<'a, V: Integers, S> {
     v: V,
     acts: &'a [Activations],
-    prepared: &'a [Prepared<'a, V>],
+    prepared: &'a [Prepared<'a>],
     sums: &'a mut [f32],
     of: PhantomData<S>,
 }
@@ -127,10 +128,11 @@ struct Multiply<'a, V: Integers, S> {
 impl<V: Integers, S: Scales> TileKernel for Multiply<'_, V, S> {
     type Out = ();
     #[inline(always)]
-    fn run(self, vectors: Avx512, tiles: Tiles) {
+    fn run(self, _: Avx512, tiles: Tiles) {
         let Self { v, acts, prepared, sums, .. } = self;
         let rows = acts.len();
         let mut buffer = Aligned([[0i32; SUMS]; 4]);
+        let mut minima = Aligned([0f32; ROWS * LANES]);
         let mut last: Option<(usize, usize)> = None;
         // Two groups to a step: the last cell of a row may have fewer than eight. Where the sums of the step before go.
         let (steps, mut before) = (prepared[0].cell.groups.div_ceil(2), 0);
@@ -162,22 +164,21 @@ impl<V: Integers, S: Scales> TileKernel for Multiply<'_, V, S> {
                     if let Some((p, r)) = last {
                         let at = (p * rows + r) * LANES;
                         let sums = &mut sums[at..at + ROWS * LANES];
-                        finish::<V, S>(v, &buffer.0, rows_now, &prepared[p], &acts[r..r + ROWS], sums);
+                        finish::<V, S>(v, &buffer.0, &minima.0, rows_now, &prepared[p], &acts[r..r + ROWS], sums);
                     }
-                    // A tile's load waits for sixteen lines; nothing but this asks for them ahead.
-                    let next = r + ROWS + 8 * step;
-                    if p == 0 && next < rows {
-                        vectors.prefetch(&acts[next..next + 8]);
-                    }
+                }
+                if S::INTEGERS && S::MIN {
+                    let sums = Left { data: &data[SUPER..], stride: 4 * PITCH };
+                    tiles.product_pairs(sums, &cell.minima.0, &mut minima.0);
                 }
                 last = Some((p, r));
             }
         }
         if let Some((p, r)) = last {
-            tiles.end_i8(&mut buffer.0[before]);
+            tiles.end(&mut buffer.0[before]);
             let at = (p * rows + r) * LANES;
             let sums = &mut sums[at..at + ROWS * LANES];
-            finish::<V, S>(v, &buffer.0, 0..ROWS, &prepared[p], &acts[r..r + ROWS], sums);
+            finish::<V, S>(v, &buffer.0, &minima.0, 0..ROWS, &prepared[p], &acts[r..r + ROWS], sums);
         }
     }
 }
@@ -187,8 +188,9 @@ impl<V: Integers, S: Scales> TileKernel for Multiply<'_, V, S> {
 fn finish<V: Integers, S: Scales>(
     v: V,
     product: &[[i32; SUMS]; 4],
+    minima: &[f32; ROWS * LANES],
     rows: Range<usize>,
-    of: &Prepared<'_, V>,
+    of: &Prepared<'_>,
     acts: &[Activations],
     sums: &mut [f32],
 ) {
@@ -198,16 +200,12 @@ fn finish<V: Integers, S: Scales>(
         let m = if S::MIN { v.halves(&cell.shared[2 * LANES..]) } else { d };
         let product = product[0][rows.start * 2 * LANES..rows.end * 2 * LANES].chunks_exact(2 * LANES);
         let sums = sums[rows.start * LANES..rows.end * LANES].chunks_exact_mut(LANES);
-        for ((row, acts), sum) in product.zip(&acts[rows]).zip(sums) {
+        let minima = minima[rows.start * LANES..rows.end * LANES].chunks_exact(LANES);
+        for (((row, minima), acts), sum) in product.zip(minima).zip(&acts[rows]).zip(sums) {
             let whole = v.mul_add(v.load_i32(&row[LANES..]), v.splat(256), v.load_i32(row));
             let mut t = v.mul(d, v.float(whole));
             if S::MIN {
-                let mut minima = v.splat(0);
-                for j in 0..4 * S::SUBS {
-                    minima = v.pairs(minima, of.minima[j], acts.pairs[j]);
-                }
-                // Exact, as the sum stays below 2^24.
-                t = v.fnma(m, v.float(minima), t);
+                t = v.fnma(m, v.load(minima), t);
             }
             v.store(v.fma(t, v.splat_f32(acts.scale), v.load(sum)), sum);
         }

@@ -10,7 +10,7 @@
 use std::cell::Cell;
 
 use super::{ScaledProduct, Scales};
-use crate::cpu::arch::{Amx, Avx512, Left, Right, Sums, TILE, TileKernel, Tiles};
+use crate::cpu::arch::{Amx, Avx512, Fp8, Left, Right, Sums, TILE, TileKernel, Tiles, aligned};
 use crate::cpu::exec::Cpu;
 use crate::cpu::pool::RowsMut;
 use crate::cpu::rows::{Rows, narrow};
@@ -32,6 +32,8 @@ const BLOCK_M: usize = 512;
 const BLOCK_N: usize = 512;
 
 thread_local! {
+    /// Packed rows of a launch. Kept, as new memory of this size would be mapped and cleared every time.
+    static PACKED: Cell<Vec<bf16>> = const { Cell::new(Vec::new()) };
     /// A strip and the sums, kept from unit to unit.
     static SCRATCH: Cell<(Vec<bf16>, Vec<f32>)> = const { Cell::new((Vec::new(), Vec::new())) };
 }
@@ -71,8 +73,9 @@ pub(super) fn products<X: Lane, W: Lane, O: Lane>(
     // Below 4M multiplications, a few microseconds, waking the pool is not worth it.
     let alone = list.iter().fold(0usize, |sum, p| sum.saturating_add(work(p))) < 4 << 20;
     let size = |p: &ScaledProduct<'_>| shape(p).0.div_ceil(16) * shape(p).1.div_ceil(STEP) * TILE;
-    let mut packed = vec![bf16::ZERO; list.iter().map(size).sum()];
-    let (mut packs, mut factors, mut rest) = (vec![], vec![], &mut packed[..]);
+    let mut buffer = PACKED.take();
+    let packed = aligned(&mut buffer, list.iter().map(size).sum());
+    let (mut packs, mut factors, mut rest) = (vec![], vec![], &mut *packed);
     for p in &list {
         let x = Rows::<X>::new(op, "x", p.x.data)?;
         let (mine, others) = rest.split_at_mut(size(p));
@@ -87,7 +90,7 @@ pub(super) fn products<X: Lane, W: Lane, O: Lane>(
         cpu.pool().scatter(packs, |p| amx.run(p));
     }
 
-    let (mut units, mut rest) = (vec![], &packed[..]);
+    let (mut units, mut rest) = (vec![], &*packed);
     let blocks: usize = list.iter().map(|p| shape(p).0.div_ceil(BLOCK_M)).sum();
     for (p, factors) in list.into_iter().zip(&factors) {
         let (mine, others) = rest.split_at(size(&p));
@@ -120,6 +123,7 @@ pub(super) fn products<X: Lane, W: Lane, O: Lane>(
     } else {
         cpu.pool().scatter(units, |u| amx.run(u));
     }
+    PACKED.set(buffer);
     Ok(())
 }
 
@@ -158,13 +162,13 @@ struct Pack<'a, X> {
 impl<X: Lane> TileKernel for Pack<'_, X> {
     type Out = ();
     #[inline(always)]
-    fn run(self, v: Avx512, tiles: Tiles) {
+    fn run(self, _: Avx512, tiles: Tiles) {
         let Self { x, first, to } = self;
         let rows = 16.min(x.len() - first);
         let mut block = [[bf16::ZERO; STEP]; 16];
         for (step, tile) in to.chunks_exact_mut(TILE).enumerate() {
             for (r, to) in block.iter_mut().take(rows).enumerate() {
-                convert(v, tiles, x.row(first + r), step * STEP, to);
+                convert(tiles, x.row(first + r), step * STEP, to);
             }
             let mut lines: [&[bf16]; 16] = [&[]; 16];
             for (line, row) in lines.iter_mut().zip(&block) {
@@ -177,18 +181,28 @@ impl<X: Lane> TileKernel for Pack<'_, X> {
 
 /// Fills `to`, whole steps, with the elements of a row from `from` on, zeros after its end. Exact for fp8 and bf16.
 #[inline(always)]
-fn convert<T: Lane>(v: Avx512, tiles: Tiles, row: &[T], from: usize, to: &mut [bf16]) {
+fn convert<T: Lane>(tiles: Tiles, row: &[T], from: usize, to: &mut [bf16]) {
     let row = &row[from..row.len().min(from + to.len())];
-    let whole = row.len() / STEP * STEP;
-    let mut i = 0;
-    while i < whole {
-        tiles.narrow(T::load(v, &row[i..]), T::load(v, &row[i + STEP / 2..]), &mut to[i..]);
-        i += STEP;
+    let table = match T::DTYPE {
+        DType::E4M3 => &const { Fp8::E4M3 },
+        DType::E5M2 => &const { Fp8::E5M2 },
+        _ => {
+            to[..row.len()].copy_from_slice(bytemuck::cast_slice(row));
+            to[row.len()..].fill(bf16::ZERO);
+            return;
+        }
+    };
+    let (whole, rest) = bytemuck::cast_slice::<T, u8>(row).as_chunks::<64>();
+    let (chunks, end) = to.as_chunks_mut::<64>();
+    for (from, to) in whole.iter().zip(&mut *chunks) {
+        tiles.widen_fp8(table, from, to);
     }
-    if i < to.len() {
-        let rest = &row[i..];
-        let (low, high) = rest.split_at(rest.len().min(STEP / 2));
-        tiles.narrow(T::load_tail(v, low), T::load_tail(v, high), &mut to[i..]);
+    let (mut bytes, mut wide) = ([0; 64], [bf16::ZERO; 64]);
+    bytes[..rest.len()].copy_from_slice(rest);
+    for to in chunks[whole.len()..].iter_mut().map(|to| &mut to[..]).chain([end]) {
+        tiles.widen_fp8(table, &bytes, &mut wide);
+        to.copy_from_slice(&wide[..to.len()]);
+        bytes = [0; 64];
     }
 }
 
@@ -209,44 +223,61 @@ impl<W: Lane, O: Lane> TileKernel for Unit<'_, W, O> {
     type Out = ();
     #[inline(always)]
     fn run(self, v: Avx512, tiles: Tiles) {
-        let (mut strip, mut sums) = SCRATCH.take();
+        let mut scratch = SCRATCH.take();
         let (m, width) = (self.out.range().len(), self.out.row_len());
         let (steps, stride) = (self.w.row_len().div_ceil(STEP), m.next_multiple_of(STRIP));
-        strip.resize(STRIP * STRIDE, bf16::ZERO);
-        let used = width.next_multiple_of(STRIP) * stride;
-        sums.resize(sums.len().max(used), 0.0);
+        let strip = aligned(&mut scratch.0, STRIP * STRIDE);
+        let sums = aligned(&mut scratch.1, width.next_multiple_of(STRIP) * stride);
         if steps == 0 || self.segment.is_some() {
-            sums[..used].fill(0.0);
+            sums.fill(0.0);
         }
-        let mut done = 0;
-        while done < steps {
+        // Few rows use a weight once: weights are read to the end of their rows, as memory likes it. Many rows of `x`
+        // stay in the second-level cache, a strip deep, until all weights have met them.
+        let (depths, strips) = (steps.div_ceil(STEPS), width.div_ceil(STRIP));
+        let place = |turn: usize| match m {
+            ..=STRIP => (turn / depths * STRIP, turn % depths * STEPS),
+            _ => (turn % strips * STRIP, turn / strips * STEPS),
+        };
+        for turn in 0..depths * strips {
+            let (j, done) = place(turn);
             let n = STEPS.min(steps - done);
-            for j in (0..width).step_by(STRIP) {
-                self.copy(v, tiles, j, done, n, &mut strip);
-                for i in (0..m).step_by(STRIP) {
-                    let sums = Sums { data: &mut sums[j * stride + i..], stride };
-                    match self.segment {
-                        Some(segment) => self.segments(v, tiles, (i, j), segment, &strip, done..done + n, sums),
-                        None => self.product(tiles, i, &strip, done, n, sums, done > 0),
-                    }
+            self.copy(v, tiles, (j, done), n, place(turn + 1), strip);
+            for i in (0..m).step_by(STRIP) {
+                let sums = Sums { data: &mut sums[j * stride + i..], stride };
+                match self.segment {
+                    Some(segment) => self.segments(v, tiles, (i, j), segment, strip, done..done + n, sums),
+                    None => self.product(tiles, i, strip, done, n, sums, done > 0),
                 }
             }
-            done += n;
         }
-        self.write(v, tiles, &sums, stride);
-        SCRATCH.set((strip, sums));
+        self.write(v, tiles, sums, stride);
+        SCRATCH.set(scratch);
     }
 }
 
 impl<W: Lane, O: Lane> Unit<'_, W, O> {
     /// Copies 32 weight rows from the unit's row `j` on, `n` steps from step `from` on, as bf16; zeros beyond the weights.
+    /// Asks for those that come `next`.
     #[inline(always)]
-    fn copy(&self, v: Avx512, tiles: Tiles, j: usize, from: usize, n: usize, strip: &mut [bf16]) {
-        let rows = STRIP.min(self.out.row_len() - j);
+    fn copy(
+        &self,
+        v: Avx512,
+        tiles: Tiles,
+        (j, from): (usize, usize),
+        n: usize,
+        next: (usize, usize),
+        strip: &mut [bf16],
+    ) {
         for (r, to) in strip.chunks_exact_mut(STRIDE).enumerate() {
+            if next.0 + r < self.out.row_len() {
+                let row = self.w.row(self.first + next.0 + r);
+                for step in (next.1..next.1 + STEPS).step_by(64 / STEP) {
+                    v.prefetch_far(row, step * STEP);
+                }
+            }
             let to = &mut to[..n * STEP];
-            if r < rows {
-                convert(v, tiles, self.w.row(self.first + j + r), from * STEP, to);
+            if j + r < self.out.row_len() {
+                convert(tiles, self.w.row(self.first + j + r), from * STEP, to);
             } else {
                 to.fill(bf16::ZERO);
             }
@@ -280,13 +311,15 @@ impl<W: Lane, O: Lane> Unit<'_, W, O> {
         range: std::ops::Range<usize>,
         sums: Sums<'_, f32>,
     ) {
-        let mut part = [0f32; STRIP * STRIP];
+        #[repr(align(64))]
+        struct Part([f32; STRIP * STRIP]);
+        let mut part = Part([0.0; STRIP * STRIP]);
         let rows = STRIP.min(self.out.row_len() - j);
         let mut at = range.start;
         while at < range.end {
             let s = at / segment;
             let end = range.end.min((s + 1) * segment);
-            let to = Sums { data: &mut part, stride: STRIP };
+            let to = Sums { data: &mut part.0, stride: STRIP };
             self.product(tiles, i, &strip[(at - range.start) * STEP..], at, end - at, to, false);
             let x = &self.factors.data[s * self.factors.stride + self.factors.first + i..][..STRIP];
             let (low, high) = (v.load(x), v.load(&x[16..]));
@@ -294,7 +327,7 @@ impl<W: Lane, O: Lane> Unit<'_, W, O> {
                 let scales = self.w_scales.parts(self.first + j + r);
                 let scale =
                     if scales.is_empty() { 1.0 } else { scales[s * segment * STEP / self.w_scales.block.columns] };
-                let (scale, from, to) = (v.splat(scale), &part[r * STRIP..], &mut sums.data[r * sums.stride..]);
+                let (scale, from, to) = (v.splat(scale), &part.0[r * STRIP..], &mut sums.data[r * sums.stride..]);
                 v.store(v.fma(v.load(from), v.mul(low, scale), v.load(to)), to);
                 // Of 16 rows or fewer the second half of `part` is not written: old numbers, for sums that nobody reads.
                 v.store(v.fma(v.load(&from[16..]), v.mul(high, scale), v.load(&to[16..])), &mut to[16..]);
