@@ -369,9 +369,7 @@ fn dots<V: Vector, W: Lane, const ROWS: usize, const COLUMNS: usize>(
     let mut sums = [[0.0; 4]; ROWS];
     for r in 0..ROWS {
         let mut four = [v.splat(0.0); 4];
-        for c in 0..COLUMNS {
-            four[c] = acc[r][c];
-        }
+        four[..COLUMNS].copy_from_slice(&acc[r]);
         sums[r] = v.sums4(four);
     }
     sums

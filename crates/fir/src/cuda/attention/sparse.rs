@@ -225,14 +225,15 @@ impl Lists {
             let mut own = Vec::new();
             for block in unit..(unit + warps).min(row_blocks) {
                 for &c in &mask.indices[mask.indptr[block] as usize..mask.indptr[block + 1] as usize] {
-                    for c in c as usize * per..(c as usize + 1) * per {
+                    let first = c as usize * per;
+                    for (seers, c) in by[first..first + per].iter_mut().zip(first..) {
                         let bit = 1 << (block - unit);
-                        match by[c] {
+                        match *seers {
                             0 => own.push(c),
                             others if others & bit != 0 => return None,
                             _ => {}
                         }
-                        by[c] |= bit;
+                        *seers |= bit;
                     }
                 }
             }
