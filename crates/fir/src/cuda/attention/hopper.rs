@@ -48,7 +48,7 @@ pub(super) fn refuses(s: &Spec, arch: Arch) -> Option<String> {
             Some(format!("{} queries with {} keys and values", s.q, s.kv))
         }
         _ if s.out != s.q && !s.states => Some(format!("{} results of {} queries", s.out, s.q)),
-        _ if s.dim_qk % 64 != 0 || s.dim_vo % 64 != 0 || s.dim_vo > s.dim_qk => {
+        _ if !s.dim_qk.is_multiple_of(64) || !s.dim_vo.is_multiple_of(64) || s.dim_vo > s.dim_qk => {
             Some(format!("head dims {}, {}: no multiples of 64, or values longer than keys", s.dim_qk, s.dim_vo))
         }
         _ if s.group > ROWS => Some(format!("{} query heads per KV head are more than {ROWS}", s.group)),
