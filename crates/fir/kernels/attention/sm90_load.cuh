@@ -116,8 +116,7 @@ struct Tiles {
   }
 };
 
-/// Warp 1, keys, or warp 2, values: boxes by TMA, a lane's each. A box takes a warp some 100 clocks to ask for, and 16 of them
-/// (page 16: 8 of each) are most of a tile's time.
+/// Warp 1, keys, or warp 2, values: boxes by TMA, a lane's each. A warp for each, as boxes of small pages are many.
 template <class C, bool kKeys>
 __device__ __forceinline__ void bring_boxes(const Sm90Params<typename C::Variant>& all, const Sm90Pipe<C>& pipe, const unsigned char* shared) {
   constexpr int kDim = kKeys ? C::kDimQk : C::kDimVo;

@@ -41,7 +41,7 @@ struct Sm90Config {
   using Variant = Variant_;
   static constexpr int kDimQk = kDimQk_, kDimVo = kDimVo_, kTile = kTile_, kQStages = kQStages_;
   static constexpr bool kGather = kGather_;
-  static constexpr int kRows = 128, kThreads = 384, kConsumers = 256, kStages = 2, kUnitStages = 4;
+  static constexpr int kRows = 128, kThreads = 384, kStages = 2, kUnitStages = 4;
   static constexpr Wgmma kType = Same<T, Bf16>::value ? Wgmma::kBf16 : Wgmma::kF16;
   static constexpr int kQBytes = kRows * kDimQk * 2, kKBytes = kTile * kDimQk * 2, kVBytes = kTile * kDimVo * 2;
   /// Hooks see every logit: scores become logits before the maximum is taken.
@@ -79,7 +79,7 @@ struct Sm90Unit {
   int pad[2];
 };
 
-/// Whether rows of an item leave as a box, by warp 0. Others are written from registers: they are slower, at 12 % of a unit of 4 tiles.
+/// Whether rows of an item leave as a box, by warp 0. Others are written from registers, which takes longer (docs/kernels.md).
 template <class C, class V>
 __device__ __forceinline__ bool is_staged(const Sm90Params<V>& all, const WorkItem& w) {
   return !Same<typename C::Out, State>::value && w.partial < 0 && w.tokens == all.box_tokens;
@@ -113,10 +113,8 @@ struct Sm90Pipe {
   __device__ __forceinline__ unsigned v_full(int s) const { return barrier(4, s); }
   __device__ __forceinline__ unsigned v_ready(int s) const { return barrier(5, s); }
   __device__ __forceinline__ unsigned v_empty(int s) const { return barrier(6, s); }
-
-  /// A unit is told of; its q may be on the way still.
+  /// A unit is told of; its q may be on the way still. Four of them, so kind 8 is theirs too.
   __device__ __forceinline__ unsigned unit_full(int s) const { return barrier(7, s); }
-
   /// Keys have come, copied by threads.
   __device__ __forceinline__ unsigned k_copied(int s) const { return barrier(9, s); }
 

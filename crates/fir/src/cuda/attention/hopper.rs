@@ -111,6 +111,11 @@ impl Boxes {
     }
 }
 
+/// What a row is multiplied by, over 2^22, to be its token.
+fn group_inverse(group: usize) -> i32 {
+    (1usize << 22).div_ceil(group) as i32
+}
+
 /// Everything before `AttentionParams`, but for the queue and the list.
 pub(super) fn params(
     gpu: &Gpu,
@@ -165,7 +170,7 @@ pub(super) fn params(
         k_page: b.pages[0] as i32,
         v_page: b.pages[1] as i32,
         groups: if b.ragged.is_some() { b.groups[0].min(i32::MAX as u64) as i32 } else { i32::MAX },
-        group_inverse: (1usize << 22).div_ceil(spec.group) as i32,
+        group_inverse: group_inverse(spec.group),
     })
 }
 
@@ -203,6 +208,14 @@ mod tests {
         for rows in [0, 14, 15, 22, 23, 1000] {
             let b = Boxes::new(nhd(1), 1, rows, true).unwrap();
             assert!(b.groups[0] == 0 || 8 * (b.groups[0] - 1) + 15 <= rows, "{rows}");
+        }
+    }
+
+    #[test]
+    fn rows_are_tokens() {
+        for (group, row) in (1..=ROWS).flat_map(|g| (0..ROWS).map(move |r| (g, r))) {
+            let product = row as i32 * group_inverse(group);
+            assert_eq!((product >> 22) as usize, row / group, "row {row} of {group} heads");
         }
     }
 
