@@ -39,7 +39,8 @@ pub struct Config {
     pub drafts: usize,
     /// A smaller model of the same vocabulary that guesses, in place of what came before.
     pub draft_model: Option<Arc<Model>>,
-    /// Bytes of memory for pages that left the pool; beside `memory`.
+    /// Bytes of memory for pages that left the pool; beside `memory`. 64 MiB if it is 0 and there is a `disk_tier`, which pages
+    /// reach through it.
     pub host_tier: u64,
     /// A folder for pages that left memory, and bytes in it.
     pub disk_tier: Option<(PathBuf, u64)>,
@@ -72,6 +73,9 @@ impl Default for Config {
         }
     }
 }
+
+/// Bytes for pages on their way to disk, where no more are given.
+const STAGING: u64 = 64 << 20;
 
 /// One line of a [`MemoryPlan`].
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -135,8 +139,13 @@ impl Config {
     }
 
     pub(crate) fn budget(&self) -> Option<Budget> {
-        let any = self.host_tier > 0 || self.disk_tier.is_some();
-        any.then(|| Budget { host: self.host_tier, disk: self.disk_tier.clone() })
+        let host = self.host_bytes();
+        (host > 0).then(|| Budget { host, disk: self.disk_tier.clone() })
+    }
+
+    /// Bytes of memory for pages that left the pool: what goes to disk passes through it.
+    fn host_bytes(&self) -> u64 {
+        if self.host_tier == 0 && self.disk_tier.is_some() { STAGING } else { self.host_tier }
     }
 
     /// Sizes of all that an engine of `model` allocates; `runner` are the bytes of the steps' buffers.
@@ -190,8 +199,10 @@ impl Config {
                 why: format!("{pages} pages of {} tokens, {page_bytes} bytes each: the rest of {why}", self.page_size),
             },
         ];
-        if self.host_tier > 0 {
-            parts.push(Part { name: "host tier", bytes: self.host_tier, why: "host_tier".into() });
+        let host = self.host_bytes();
+        if host > 0 {
+            let why = if self.host_tier > 0 { "host_tier" } else { "what is on its way to the disk" };
+            parts.push(Part { name: "host tier", bytes: host, why: why.into() });
         }
         Ok(MemoryPlan { parts, pages: pages as usize, context })
     }

@@ -211,11 +211,14 @@ impl Engine {
             let words: Vec<_> = words.collect();
             if ends.is_empty() { Ok(None) } else { Grammars::new(&words, &ends).map(Some) }
         });
-        if config.warm_up && !eos.is_empty() {
-            grammars.get()?;
+        let (warm, backend) = (config.warm_up, Backend::Model(Box::new(Running { model, kv, runner })));
+        let handle = launch(config, Parts { backend, drafter, plan, eos, host }, grammars)?;
+        if warm {
+            // Others need not wait for it; who needs it and comes first makes it.
+            let grammars = Arc::clone(&handle.grammars);
+            let _ = std::thread::Builder::new().name("fir-grammars".into()).spawn(move || grammars.get().is_ok());
         }
-        let backend = Backend::Model(Box::new(Running { model, kv, runner }));
-        launch(config, Parts { backend, drafter, plan, eos, host }, grammars)
+        Ok(handle)
     }
 }
 
