@@ -11,7 +11,7 @@
 //! | `mla` | mla_paged | |
 //! | `rope` | rope | `interleave` (false) |
 //! | `sample` | sampling | `seed` (0) |
-//! | `moe` | moe, on the CPU | `top_k`; `routing`: `renormalize`, `deepseek`, `llama4` or `given`; `groups`, `[count, chosen]` |
+//! | `moe` | moe, on the CPU | `top_k`; `routing`: `renormalize`, `deepseek`, `llama4` or `given`; `groups`, `[count, chosen]`; `weigh_input`, with one expert |
 //!
 //! Plans are made from inputs that a workload gives and does not draw, before a call is timed.
 
@@ -62,10 +62,10 @@ pub fn solution_for(definition: &Definition) -> Result<Option<Solution>> {
                 text if text.contains("torch.sigmoid(routing_logits") => "llama4",
                 _ => "renormalize",
             };
-            (
-                "moe",
-                json!({"top_k": top_k, "routing": routing, "groups": groups.map(|(count, chosen)| [count, chosen])}),
-            )
+            // Llama's experts are given their input times its weight, others weigh what comes out.
+            let on_input = definition.reference().contains("[tok_idx] * w");
+            let groups = groups.map(|(count, chosen)| [count, chosen]);
+            ("moe", json!({"top_k": top_k, "routing": routing, "groups": groups, "weigh_input": on_input}))
         }
         _ => return Ok(None),
     };
@@ -375,8 +375,7 @@ fn moe(exec: &Exec, params: &Value, named: &Named<'_>, out: &mut Array) -> Resul
         let here = i64::from(*id) - offset;
         *id = if (0..local as i64).contains(&here) { here as i32 } else { -1 };
     }
-    if rule == Some("llama4") {
-        // The one expert's weight is the input's.
+    if params["weigh_input"] == true {
         let hidden = dim(&x, 1).max(1);
         let rows = x.typed_mut::<f32>().chunks_mut(hidden).zip(weights.typed::<f32>().chunks(top_k));
         rows.for_each(|(row, w)| row.iter_mut().for_each(|x| *x *= w[0]));
