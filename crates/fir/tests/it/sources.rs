@@ -19,7 +19,7 @@ const FENCE: &[&str] = &[
 const BUDGETS: &[(&[&str], usize)] = &[
     (&["tensor", "kv", "variant", "plan"], 7_300),
     (&["ops", "reference", "testing"], 9_100),
-    (&["cpu"], 12_100),
+    (&["cpu"], 12_500),
     (&["cuda"], 8_400),
 ];
 
