@@ -20,7 +20,7 @@ const FENCE: &[&str] = &[
 const BUDGETS: &[(&[&str], usize)] = &[
     (&["tensor", "kv", "variant", "plan"], 7_300),
     (&["ops", "reference", "testing"], 9_150),
-    (&["cpu"], 12_150),
+    (&["cpu"], 12_600),
     (&["cuda"], 9_300),
 ];
 

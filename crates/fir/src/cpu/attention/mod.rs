@@ -15,6 +15,8 @@
 mod direct;
 mod merge;
 mod operand;
+#[cfg(target_arch = "x86_64")]
+mod pipe;
 mod tile;
 #[cfg(target_arch = "x86_64")]
 mod tiles;

@@ -86,6 +86,19 @@ fn scores_block<V: Vector, const R: usize, const J: usize>(
             }
             c += V::LANES;
         }
+        if R == 4 && J == 4 {
+            let mut all = [[v.splat(0.0); 4]; 4];
+            for (all, acc) in all.iter_mut().zip(&acc) {
+                for (all, acc) in all.iter_mut().zip(acc) {
+                    *all = *acc;
+                }
+            }
+            for (sums, s) in v.sums16(all).iter().zip(s.chunks_exact_mut(TILE_KV)) {
+                s[j..j + 4].copy_from_slice(sums);
+            }
+            j += J;
+            continue;
+        }
         for (r, acc) in acc.iter().enumerate() {
             let (fours, _) = acc.as_chunks::<4>();
             for (i, four) in fours.iter().enumerate() {
