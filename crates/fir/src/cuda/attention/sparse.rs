@@ -225,14 +225,14 @@ impl Lists {
             let mut own = Vec::new();
             for block in unit..(unit + warps).min(row_blocks) {
                 for &c in &mask.indices[mask.indptr[block] as usize..mask.indptr[block + 1] as usize] {
-                    for c in c as usize * per..(c as usize + 1) * per {
-                        let bit = 1 << (block - unit);
-                        match by[c] {
-                            0 => own.push(c),
+                    let (first, bit) = (c as usize * per, 1 << (block - unit));
+                    for (i, by) in by[first..first + per].iter_mut().enumerate() {
+                        match *by {
+                            0 => own.push(first + i),
                             others if others & bit != 0 => return None,
                             _ => {}
                         }
-                        by[c] |= bit;
+                        *by |= bit;
                     }
                 }
             }
