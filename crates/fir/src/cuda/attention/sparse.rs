@@ -225,15 +225,14 @@ impl Lists {
             let mut own = Vec::new();
             for block in unit..(unit + warps).min(row_blocks) {
                 for &c in &mask.indices[mask.indptr[block] as usize..mask.indptr[block + 1] as usize] {
-                    let first = c as usize * per;
-                    for (seers, c) in by[first..first + per].iter_mut().zip(first..) {
-                        let bit = 1 << (block - unit);
-                        match *seers {
-                            0 => own.push(c),
+                    let (first, bit) = (c as usize * per, 1 << (block - unit));
+                    for (i, by) in by[first..first + per].iter_mut().enumerate() {
+                        match *by {
+                            0 => own.push(first + i),
                             others if others & bit != 0 => return None,
                             _ => {}
                         }
-                        *seers |= bit;
+                        *by |= bit;
                     }
                 }
             }
