@@ -145,17 +145,17 @@ def test_a_shared_prefix_is_computed_once_and_read_once():
         length = server.complete(prefix, max_tokens=1, cache_salt="length")["usage"]["prompt_tokens"]
         assert length >= 1990
         before = server.metrics()
-        # The very same, without sharing: each has a salt of its own.
-        flat = together([lambda p=p, i=i: server.complete(p, cache_salt=str(i)) for i, p in enumerate(prompts)])
+        # The very same, without sharing: each has a salt of its own, and is alone.
+        flat = [server.complete(p, cache_salt=str(i)) for i, p in enumerate(prompts[:8])]
         middle = server.wait(lambda m: m["fir_requests_running"] == 0)
         shared = together([lambda p=p: server.complete(p) for p in prompts])
         after = server.wait(lambda m: m["fir_requests_running"] == 0)
-        assert [s["choices"][0]["text"] for s in shared] == [f["choices"][0]["text"] for f in flat]
+        assert [s["choices"][0]["text"] for s in shared[:8]] == [f["choices"][0]["text"] for f in flat]
         grown = lambda name, a, b: b[name] - a[name]
         own = sum(s["usage"]["prompt_tokens"] for s in shared) - 32 * length
         computed = grown("fir_computed_tokens_total", middle, after)
         assert computed <= length + own + 32 * (16 + 32), "the prefix once, and each one's own"
-        assert grown("fir_computed_tokens_total", before, middle) >= 32 * length
+        assert grown("fir_computed_tokens_total", before, middle) >= 8 * length
         assert grown("fir_prefix_hit_tokens_total", middle, after) >= 31 * (length - 16)
         assert grown("fir_cascade_groups_total", middle, after) > 0 == grown("fir_cascade_groups_total", before, middle)
         read, would = (grown(f"fir_kv_{n}_bytes_total", middle, after) for n in ("read", "flat"))
