@@ -220,6 +220,36 @@ fn values_that_are_not_finite_stay_where_they_are_among_many_rows() {
 }
 
 #[test]
+fn maxima_that_grow_late_are_followed() {
+    // Scores of the first positions are small, those of some later ones 2^16 and 2^100 times their weight, and of one
+    // request all are small but for the last position.
+    let mut case = Case::new(4, 2, 64, DType::BF16, variant::causal());
+    (case.q_lens, case.kv_lens, case.page_size) = (vec![40, 33, 70], vec![600, 300, 70], 16);
+    for grown in [16.0, 100.0, 4000.0] {
+        let mut batch = Batch::new(&case);
+        let mut grow = |r: usize, position: usize| {
+            let (page, slot) = batch.table.locate(r, position).unwrap();
+            let row = (page * case.page_size + slot) * 2 * 64;
+            for x in &mut batch.k.as_mut_slice::<half::bf16>().unwrap()[row..row + 2 * 64] {
+                *x = half::bf16::from_f32(x.to_f32() * grown);
+            }
+        };
+        for (r, position) in [(0, 100), (0, 101), (0, 250), (0, 257), (0, 511), (0, 560), (1, 299)] {
+            grow(r, position);
+        }
+        (10..40).for_each(|position| grow(2, position));
+        let params = Params::new();
+        let expected = expected(&case, &batch, &params);
+        every_exec(|exec| {
+            for split in [Split::Balanced, Split::Fixed(64), Split::Off] {
+                let (out, lse) = run(exec, &case, &batch, &params, split, true);
+                expected.check(&format!("{exec:?} {split:?} {grown}"), out.view(), Some(lse.view()));
+            }
+        });
+    }
+}
+
+#[test]
 fn values_that_are_not_finite_stay_where_they_are() {
     // Position 3 of every request is NaN or infinite: rows that do not see it must not notice.
     for bad in [f32::NAN, f32::INFINITY] {
