@@ -347,8 +347,11 @@ impl<F: ?Sized> Op<F> {
 /// be built; one that cannot be is not asked again while the same tables are enabled.
 #[derive(Debug, Default)]
 pub struct Deployed {
-    made: Mutex<(u64, HashMap<Vec<usize>, Option<Arc<Chosen>>>)>,
+    /// A generation of the stack, and what was chosen in it by what a call looks like.
+    made: Mutex<(u64, Choices)>,
 }
+
+type Choices = HashMap<Vec<usize>, Option<Arc<Chosen>>>;
 
 /// A solution for calls of one size.
 struct Chosen {
