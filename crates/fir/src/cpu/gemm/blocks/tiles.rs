@@ -92,9 +92,9 @@ fn prepare<V: Integers, C: Codes, S: Scales>(v: V, offset: u8, out: &mut Prepare
             for sub in 0..S::SUBS {
                 (scale[sub], min[sub]) = S::read(v, scales, sub);
             }
-            for sub in 0..if S::MIN { S::SUBS } else { 0 } {
+            for (sub, &min) in min.iter().enumerate().take(if S::MIN { S::SUBS } else { 0 }) {
                 let mut lanes = [0f32; LANES];
-                v.store(v.float(min[sub]), &mut lanes);
+                v.store(v.float(min), &mut lanes);
                 // Six bits: the upper half of an f32 has them all.
                 for (pair, min) in out.minima.0[S::SUBS * g + sub].iter_mut().zip(lanes) {
                     *pair = min.to_bits() | min.to_bits() >> 16;
