@@ -21,7 +21,7 @@
 //! Rows' activations come from the second-level cache, and nothing asks for them ahead: doing so took 20 % (integer scales)
 //! to 35 % (f16 scales) longer, as lines that are waited for keep tiles' own loads waiting.
 //!
-//! So 39 % of what int8 products can do is the bound of integer scales, and 24 % that of f16 scales: one conversion and
+//! So 44 % of what int8 products can do is the bound of integer scales, and 24 % that of f16 scales: one conversion and
 //! one multiply-add for each group's sum, and no way to add integers whose scales have no common divisor.
 
 use std::marker::PhantomData;
