@@ -128,10 +128,10 @@ impl Engine {
     /// Runs every kernel that serving needs, and learns what steps cost: nothing is compiled or touched first later.
     pub(crate) fn warm_up(&mut self) -> Result<()> {
         let page_size = self.config.page_size;
-        // Prompts of half a step's tokens go the road of those of all, in half the time.
-        let most = (self.config.max_step_tokens / 2).min(self.sched.capacity()).min(self.link.context).max(1);
+        // The largest step there is: attention's scratch is made for it here, and never again.
+        let most = self.config.max_step_tokens.min(self.sched.capacity()).min(self.link.context);
         let pages: Vec<u32> = (0..most.div_ceil(page_size) as u32).collect();
-        for (past, new) in [(0, most), (0, most / 4), (most / 2, most / 4), (most - 1, 1), (most / 2, 1), (0, 1)] {
+        for (past, new) in [(0, most), (0, most / 2), (most / 2, most / 4), (most - 1, 1), (most / 2, 1), (0, 1)] {
             let tokens = vec![0; new.max(1)];
             let seqs = [Seq { new: tokens.len(), past, pages: &pages, ..Seq::default() }];
             let rows = [tokens.len() as u32 - 1];
