@@ -36,7 +36,7 @@ enum Command {
     /// Fetches a model and prints where it is
     Pull(cmd::pull::Options),
     /// Serves a model to OpenAI's clients
-    Serve(cmd::serve::Options),
+    Serve(Box<cmd::serve::Options>),
     /// Benchmarks kernels: definitions, solutions, workloads and traces in FlashInfer-Trace's files
     Trace(cmd::trace::Options),
     /// Measures the kernels' block sizes on this machine and saves them
