@@ -19,8 +19,8 @@ const FENCE: &[&str] = &[
 /// Parts of the library that share a budget of lines, tests not counted. Raising one is a commit of its own.
 const BUDGETS: &[(&[&str], usize)] = &[
     (&["tensor", "kv", "variant", "plan"], 7_300),
-    (&["ops", "reference", "testing"], 9_150),
-    (&["cpu"], 12_600),
+    (&["ops", "reference", "testing"], 9_250),
+    (&["cpu"], 12_700),
     (&["cuda"], 9_300),
 ];
 

@@ -328,6 +328,58 @@ fn fixed_split_is_batch_invariant_to_the_bit() {
     });
 }
 
+/// What a serving engine's steps rest on: tokens of a prompt have the same bits however it is cut, as long as a piece has more
+/// tokens than the road for few query rows takes. (On a GPU the number of rows chooses the kernel.)
+#[test]
+fn a_piece_of_a_prompt_has_the_bits_of_the_whole() {
+    let (heads, dim, len) = (9, 64, 700);
+    for dtype in [DType::BF16, DType::F32] {
+        let mut case = Case::new(heads, 3, dim, dtype, variant::causal());
+        (case.q_lens, case.kv_lens, case.page_size) = (vec![len as u32], vec![len as u32], 16);
+        let batch = Batch::new(&case);
+        every_exec(|exec| {
+            if !matches!(exec, fir::Exec::Cpu(_)) {
+                return;
+            }
+            let split = Split::Fixed(256);
+            let (all, _) = run(exec, &case, &batch, &Params::new(), split, true);
+            let all = all.view().to_f32_vec().unwrap();
+            let fir::kv::Kv::Paged(pool, _) = batch.kv() else { unreachable!() };
+            for ends in
+                [&[304usize, 320, 336, 700][..], &[16, 256, 512, 700], &[48, 592, 608, 700], &[288, 691 - 16, 700]]
+            {
+                for piece in [&[0][..], ends].concat().windows(2) {
+                    let (start, end) = (piece[0], piece[1]);
+                    let pages = &batch.table.pages(0)[..end.div_ceil(16)];
+                    let indptr = vec![0, pages.len() as i32];
+                    let table =
+                        fir::PageTable::with_lens(16, batch.table.num_pages(), indptr, pages, &[end as i32]).unwrap();
+                    let qo = fir::Ragged::from_lens(&[(end - start) as u32]).unwrap();
+                    let plan = BatchPlan::new(exec, case.problem.clone(), &qo, &[end as u32], split).unwrap();
+                    let mut out = super::case::poisoned(dtype, &[end - start, heads, dim]);
+                    plan.run(
+                        exec,
+                        fir::attention::BatchArgs {
+                            q: batch.q.view().slice(0, start..end).unwrap(),
+                            kv: fir::kv::Kv::Paged(pool, &table),
+                            params: &Params::new(),
+                            sm_scale: None,
+                            scratch: &mut plan.scratch(),
+                            out: out.view_mut(),
+                            lse: None,
+                        },
+                    )
+                    .unwrap();
+                    let got = out.view().to_f32_vec().unwrap();
+                    let differ =
+                        got.iter().zip(&all[start * heads * dim..]).filter(|(a, b)| a.to_bits() != b.to_bits());
+                    assert_eq!(differ.count(), 0, "{exec:?} {dtype}: numbers of {start}..{end} that differ");
+                }
+            }
+        });
+    }
+}
+
 /// A GPU's plan for 64 requests and more runs other blocks than one for fewer.
 #[test]
 fn matches_reference_for_many_requests() {
