@@ -332,48 +332,48 @@ fn fixed_split_is_batch_invariant_to_the_bit() {
 /// tokens than the road for few query rows takes. (On a GPU the number of rows chooses the kernel.)
 #[test]
 fn a_piece_of_a_prompt_has_the_bits_of_the_whole() {
-    let (heads, dim, len) = (9, 64, 700);
+    let (heads, dim, len) = (9, 64, 900usize);
     for dtype in [DType::BF16, DType::F32] {
         let mut case = Case::new(heads, 3, dim, dtype, variant::causal());
         (case.q_lens, case.kv_lens, case.page_size) = (vec![len as u32], vec![len as u32], 16);
         let batch = Batch::new(&case);
+        let fir::kv::Kv::Paged(pool, _) = batch.kv() else { unreachable!() };
         every_exec(|exec| {
             if !matches!(exec, fir::Exec::Cpu(_)) {
                 return;
             }
-            let split = Split::Fixed(256);
-            let (all, _) = run(exec, &case, &batch, &Params::new(), split, true);
-            let all = all.view().to_f32_vec().unwrap();
-            let fir::kv::Kv::Paged(pool, _) = batch.kv() else { unreachable!() };
-            for ends in
-                [&[304usize, 320, 336, 700][..], &[16, 256, 512, 700], &[48, 592, 608, 700], &[288, 691 - 16, 700]]
-            {
-                for piece in [&[0][..], ends].concat().windows(2) {
-                    let (start, end) = (piece[0], piece[1]);
+            // Scores of a few, and of tens, whose maxima come late.
+            for sm_scale in [None, Some(1.0)] {
+                let rows = |start: usize, end: usize| {
                     let pages = &batch.table.pages(0)[..end.div_ceil(16)];
                     let indptr = vec![0, pages.len() as i32];
                     let table =
                         fir::PageTable::with_lens(16, batch.table.num_pages(), indptr, pages, &[end as i32]).unwrap();
                     let qo = fir::Ragged::from_lens(&[(end - start) as u32]).unwrap();
-                    let plan = BatchPlan::new(exec, case.problem.clone(), &qo, &[end as u32], split).unwrap();
+                    let plan =
+                        BatchPlan::new(exec, case.problem.clone(), &qo, &[end as u32], Split::Fixed(256)).unwrap();
                     let mut out = super::case::poisoned(dtype, &[end - start, heads, dim]);
-                    plan.run(
-                        exec,
-                        fir::attention::BatchArgs {
-                            q: batch.q.view().slice(0, start..end).unwrap(),
-                            kv: fir::kv::Kv::Paged(pool, &table),
-                            params: &Params::new(),
-                            sm_scale: None,
-                            scratch: &mut plan.scratch(),
-                            out: out.view_mut(),
-                            lse: None,
-                        },
-                    )
-                    .unwrap();
-                    let got = out.view().to_f32_vec().unwrap();
-                    let differ =
-                        got.iter().zip(&all[start * heads * dim..]).filter(|(a, b)| a.to_bits() != b.to_bits());
-                    assert_eq!(differ.count(), 0, "{exec:?} {dtype}: numbers of {start}..{end} that differ");
+                    let args = fir::attention::BatchArgs {
+                        q: batch.q.view().slice(0, start..end).unwrap(),
+                        kv: fir::kv::Kv::Paged(pool, &table),
+                        params: &Params::new(),
+                        sm_scale,
+                        scratch: &mut plan.scratch(),
+                        out: out.view_mut(),
+                        lse: None,
+                    };
+                    plan.run(exec, args).unwrap();
+                    out.view().to_f32_vec().unwrap()
+                };
+                let all = rows(0, len);
+                for ends in [&[304, 320, 336, 900][..], &[16, 256, 512, 900], &[48, 592, 608, 900], &[288, 880, 900]] {
+                    for piece in [&[0][..], ends].concat().windows(2) {
+                        let (start, end) = (piece[0], piece[1]);
+                        let got = rows(start, end);
+                        let whole = &all[start * heads * dim..];
+                        let differ = got.iter().zip(whole).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
+                        assert_eq!(differ, 0, "{exec:?} {dtype} {sm_scale:?}: numbers of {start}..{end} that differ");
+                    }
                 }
             }
         });
