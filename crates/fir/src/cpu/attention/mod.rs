@@ -194,9 +194,13 @@ impl<'a, 'b> Worker<'a, 'b> {
 
     fn run(&mut self, cpu: &Cpu, item: &Item) {
         let Self { launch, tile, partials, sink, regs, states } = self;
+        // The request's rows and not the item's, whose last tile may have few: a row's bits do not depend on where it stands.
+        // (At a level of a cascade an item has rows of many requests.)
+        #[cfg(target_arch = "x86_64")]
+        let rows = item.q_len.max(launch.tokens[item.q_start as usize].q_len as u32) as usize * launch.group;
         #[cfg(target_arch = "x86_64")]
         if let Some(amx) = cpu.amx()
-            && item.q_len as usize * launch.group > DIRECT_ROWS
+            && rows > DIRECT_ROWS
             && tiles::suits(launch)
         {
             return amx.run(tiles::TileItem { launch, item, buffer: tile, partials, sink, regs, states });

@@ -332,9 +332,9 @@ fn fixed_split_is_batch_invariant_to_the_bit() {
 /// tokens than the road for few query rows takes. (On a GPU the number of rows chooses the kernel.)
 #[test]
 fn a_piece_of_a_prompt_has_the_bits_of_the_whole() {
-    let (heads, dim, len) = (9, 64, 900usize);
+    let (heads, dim, len) = (3, 64, 900usize);
     for dtype in [DType::BF16, DType::F32] {
-        let mut case = Case::new(heads, 3, dim, dtype, variant::causal());
+        let mut case = Case::new(heads, 1, dim, dtype, variant::causal());
         (case.q_lens, case.kv_lens, case.page_size) = (vec![len as u32], vec![len as u32], 16);
         let batch = Batch::new(&case);
         let fir::kv::Kv::Paged(pool, _) = batch.kv() else { unreachable!() };
@@ -366,7 +366,8 @@ fn a_piece_of_a_prompt_has_the_bits_of_the_whole() {
                     out.view().to_f32_vec().unwrap()
                 };
                 let all = rows(0, len);
-                for ends in [&[304, 320, 336, 900][..], &[16, 256, 512, 900], &[48, 592, 608, 900], &[288, 880, 900]] {
+                // 512 = 3 × 170 + 2: of tiles of 512 rows the last has 6, which alone are few.
+                for ends in [&[304, 320, 336, 900][..], &[16, 256, 768, 900], &[512, 684, 900], &[288, 880, 900]] {
                     for piece in [&[0][..], ends].concat().windows(2) {
                         let (start, end) = (piece[0], piece[1]);
                         let got = rows(start, end);

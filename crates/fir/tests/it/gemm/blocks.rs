@@ -332,6 +332,24 @@ fn bad_arguments_are_named() {
     check(18, (I32, &[1, 32]), "dequantize_blocks: `out` is i32, expected f32, f16 or bf16");
 }
 
+#[test]
+fn rows_have_the_same_bits_among_hundreds() {
+    let mut rng = Rng::new(11);
+    for (format, n, k) in [(BlockFormat::Q4_1, 96, 576), (BlockFormat::Q6K, 40, 512)] {
+        let data = random_blocks(&mut rng, format, n, k);
+        for (level, dtype) in Level::available().into_iter().flat_map(|l| FLOATS.map(|d| (l, d))) {
+            let (exec, x) = (Exec::cpu_with(level, 2).unwrap(), rng.tensor(dtype, &[600, k]));
+            let w = BlockWeights::pack(&exec, format, &data, n, k).unwrap();
+            let all = bits(&product(&exec, x.view(), &w, DType::F32));
+            for (from, to) in [(0, 512), (124, 600), (512, 600), (590, 600)] {
+                let some = bits(&product(&exec, x.view().slice(0, from..to).unwrap(), &w, DType::F32));
+                let differ = some.iter().zip(&all[from * n..]).filter(|(a, b)| a != b).count();
+                assert_eq!(differ, 0, "{level} {format} {dtype} {n} x {k}: rows {from}..{to}");
+            }
+        }
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(40))]
     #[test]
