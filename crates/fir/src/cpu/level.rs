@@ -15,7 +15,7 @@ pub enum Level {
     Avx2,
     /// AVX-512 F, BW, DQ and VL: 16 lanes.
     Avx512,
-    /// AVX-512, with AMX tiles for products of bf16 and of 8-bit integers.
+    /// AVX-512 with VBMI, and AMX tiles for products of bf16 and of 8-bit integers.
     Amx,
 }
 
