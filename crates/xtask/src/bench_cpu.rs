@@ -359,9 +359,10 @@ pub(crate) fn torch() -> Result<String> {
     if !Path::new(ready).exists() {
         program("python3", &format!("-m venv {dir}")).run()?;
         let pip = format!("{dir}/bin/pip");
-        program(&pip, &format!("install -q --disable-pip-version-check --no-deps {TORCH} {CUDA}")).run()?;
+        program(&pip, &format!("install -q --disable-pip-version-check --no-compile --no-deps {TORCH} {CUDA}"))
+            .run()?;
         // Of what torch lists, pip says that most is missing: so it is.
-        program(&pip, &format!("install -q --disable-pip-version-check {NEEDS}")).quiet()?;
+        program(&pip, &format!("install -q --disable-pip-version-check --no-compile {NEEDS}")).quiet()?;
         stand_ins(&python)?;
         fs::write(ready, TORCH)?;
     }

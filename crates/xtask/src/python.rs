@@ -8,7 +8,7 @@ use anyhow::{Context, Result, ensure};
 use crate::bench_cpu::{TORCH_ENV, torch};
 use crate::step::{cargo, program};
 
-const PIP: &str = "-m pip install -q --disable-pip-version-check";
+const PIP: &str = "-m pip install -q --disable-pip-version-check --no-compile";
 /// On two processes: half of the time is starting operators one by one.
 const TESTS: &str = "-m pytest -q -n 2 -p no:cacheprovider crates/fir-py/python/tests";
 
@@ -77,10 +77,16 @@ for log in \"$out\"/test_*.log; do echo \"$(basename \"$log\" .log): $(tail -n 1
 cat \"$out\"/test_*.log > \"$out/all.txt\"
 ";
 
-/// Runs pytest on the package with the extension of the test profile: a wheel's release build would compile the library once more.
-pub(crate) fn test() -> Result<()> {
+/// The Python of an environment with torch and pytest.
+pub(crate) fn install() -> Result<String> {
     let python = torch()?;
     program(&python, &format!("{PIP} {PYTEST}")).quiet()?;
+    Ok(python)
+}
+
+/// Runs pytest on the package with the extension of the test profile: a wheel's release build would compile the library once more.
+pub(crate) fn test() -> Result<()> {
+    let python = install()?;
     cargo("build --quiet --profile test --workspace --all-features --lib").run()?;
     let (target, from, to) = (crate::test::target(), "crates/fir-py/python/fir", "target/python/fir");
     if Path::new(to).exists() {

@@ -23,15 +23,21 @@ impl Drop for Running {
     }
 }
 
-/// The contract over the double, then what only a model can show, if `live`.
-pub(crate) fn run(live: bool) -> Result<()> {
+/// The environment of the clients.
+pub(crate) fn install() -> Result<()> {
     // Made whole or not at all: an installation that was interrupted, or is of other packages, is made again.
     let ready = Path::new(VENV).join("ready");
     if fs::read_to_string(&ready).ok().as_deref() != Some(PACKAGES) {
         program("python3", &format!("-m venv {VENV}")).run()?;
-        program(&format!("{VENV}/bin/python"), &format!("-m pip install --quiet {PACKAGES}")).run()?;
+        program(&format!("{VENV}/bin/python"), &format!("-m pip install --quiet --no-compile {PACKAGES}")).run()?;
         fs::write(ready, PACKAGES)?;
     }
+    Ok(())
+}
+
+/// The contract over the double, then what only a model can show, if `live`.
+pub(crate) fn run(live: bool) -> Result<()> {
+    install()?;
     let python = format!("{VENV}/bin/python");
     let pytest =
         |file: &str| program(&python, &format!("-m pytest -q -p no:cacheprovider crates/fir-server/tests/{file}"));

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use anyhow::{Result, bail};
 
-use crate::bench_cpu::{TORCH_ENV, torch};
+use crate::bench_cpu::TORCH_ENV;
 use crate::step::{Step, cargo, program, rust_files};
 use crate::{deny, gpu, python, server};
 
@@ -27,7 +27,7 @@ enum Action {
     Server,
     Deny,
     Python,
-    /// Python environments with torch, which the benchmark's tests run references in, and NVRTC.
+    /// Python environments: torch, which the benchmark's tests run references in, NVRTC, the server's clients.
     Environments,
 }
 
@@ -73,7 +73,8 @@ pub(crate) fn run() -> Result<()> {
     let (begin, mut tally) = (Instant::now(), Tally::default());
     let steps = steps()?;
     // Downloads, beside the compiler.
-    let mut environments = Some(std::thread::spawn(|| torch().and_then(|_| gpu::install()).map(drop)));
+    let install = || python::install().and_then(|_| gpu::install()).and_then(|_| server::install());
+    let mut environments = Some(std::thread::spawn(install));
     let count = steps.len();
     for (i, (name, action)) in steps.into_iter().enumerate() {
         println!("\n== {}/{count} {name}", i + 1);
