@@ -11,7 +11,7 @@ use fir::kv::{Kv, KvLayout, PageTable, PagedKv, PagedMla, Ragged, RaggedKv};
 use fir::tensor::Place;
 use fir::variant::{ParamType, Params};
 use fir::{DType, Error, Exec};
-use pyo3::exceptions::PyTypeError;
+use pyo3::exceptions::{PyRuntimeWarning, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyInt};
 
@@ -31,11 +31,32 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Element {
     }
 }
 
-/// Pages of a batch: a table of its own, or one whose page ids stay in a device tensor of the caller's.
+/// Pages of a batch: a table of its own, or one whose page ids, and offsets if given, stay in device tensors of the caller's.
 pub(crate) struct Table {
     table: PageTable<'static>,
     /// What the table borrows from; dropped after it.
-    _ids: Option<(Box<Arg>, Py<PyAny>)>,
+    _held: Vec<Held>,
+}
+
+/// A tensor that a table borrows from.
+struct Held {
+    arg: Box<Arg>,
+    _tensor: Py<PyAny>,
+}
+
+impl Held {
+    fn new(tensor: &Bound<'_, PyAny>, arg: Arg) -> Self {
+        Self { arg: Box::new(arg), _tensor: tensor.clone().unbind() }
+    }
+
+    /// # Safety
+    /// The view is dropped before `self` is.
+    unsafe fn view(&self) -> PyResult<fir::TensorRef<'static>> {
+        let view = self.arg.view().map_err(to_py)?;
+        // SAFETY: it borrows from the box, which does not move, and from the tensor, which is kept alive; both are dropped
+        // after it, says the caller.
+        Ok(unsafe { std::mem::transmute::<fir::TensorRef<'_>, fir::TensorRef<'static>>(view) })
+    }
 }
 
 /// [`prepare`] for a plan's run, whose second output may be left out.
@@ -65,6 +86,7 @@ impl Table {
         indices: &Bound<'_, PyAny>,
         lens: &Arg,
         what: Lens,
+        offsets: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
         let (indptr, ids) = (host_i32(indptr, "indptr")?, indices.extract::<Arg>()?);
         let lens = host_i32(lens, if what == Lens::LastPage { "last_page_len" } else { "kv_len" })?;
@@ -86,7 +108,7 @@ impl Table {
                 (Ok(table), Exec::Cuda(gpu)) => table.to_device(gpu),
                 (table, _) => table,
             };
-            return Ok(Self { table: table.map_err(to_py)?, _ids: None });
+            return Ok(Self { table: table.map_err(to_py)?, _held: vec![] });
         }
         let Exec::Cuda(gpu) = exec else {
             let (got, want) = (ids.place()?, "host memory, as the tensors of the call");
@@ -96,14 +118,19 @@ impl Table {
             Lens::Tokens => lens.into_owned(),
             Lens::LastPage => tokens_of(&indptr, &lens, page_size, what).iter().map(|&n| n as i32).collect(),
         };
-        let ids = Box::new(ids);
-        let view = ids.view().map_err(to_py)?;
-        // SAFETY: the view borrows from `ids`, whose box does not move, and from the tensor that the reference below keeps
-        // alive; both are dropped after the table.
-        let view = unsafe { std::mem::transmute::<fir::TensorRef<'_>, fir::TensorRef<'static>>(view) };
         // The kernels take ids past the pool for its last page, so one page is as good as any number.
-        let table = PageTable::on_device(gpu, page_size, 1, &indptr, view, &lens).map_err(to_py)?;
-        Ok(Self { table, _ids: Some((ids, indices.clone().unbind())) })
+        let (pages, ids) = (1, Held::new(indices, ids));
+        // SAFETY: the table is dropped before what it borrows from, here and below.
+        let view = unsafe { ids.view() }?;
+        let Some(offsets) = offsets else {
+            let table = PageTable::on_device(gpu, page_size, pages, &indptr, view, &lens).map_err(to_py)?;
+            return Ok(Self { table, _held: vec![ids] });
+        };
+        let offsets = Held::new(offsets, offsets.extract()?);
+        // SAFETY: as above.
+        let there = unsafe { offsets.view() }?;
+        let table = PageTable::in_buffers(gpu, page_size, pages, (&indptr, there), view, &lens).map_err(to_py)?;
+        Ok(Self { table, _held: vec![ids, offsets] })
     }
 }
 
@@ -266,6 +293,8 @@ struct Batch {
     plan: attention::BatchPlan,
     at: Where,
     scratch: Scratch,
+    /// What graphs that recorded a run count on.
+    recorded: Option<u64>,
 }
 
 pub(crate) fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -278,6 +307,8 @@ const UNPLANNED: &str = "one that plan_paged or plan_ragged was called for";
 #[pyclass(frozen, name = "BatchPlan", module = "fir")]
 pub(crate) struct BatchPlan {
     problem: Problem,
+    /// Where its memory on a device is written: the stream that was current when it was made.
+    own: Exec,
     batch: Mutex<Batch>,
 }
 
@@ -289,11 +320,15 @@ impl BatchPlan {
     fn new(py: Python<'_>, shape: Shape, variant: &Variant, like: Arg, requests: usize, split: Cut) -> PyResult<Self> {
         let (exec, problem) = (exec_of(py, &like)?, shape.problem(variant));
         let plan = run(py, || attention::BatchPlan::with_capacity(&exec, problem.clone(), requests, split.0))?;
-        Ok(Self { problem, batch: Mutex::new(Batch { plan, at: Where::Nowhere, scratch: Scratch::default() }) })
+        let batch = Batch { plan, at: Where::Nowhere, scratch: Scratch::default(), recorded: None };
+        Ok(Self { problem, own: exec, batch: Mutex::new(batch) })
     }
 
     /// Plans a batch whose keys and values are in pages. `qo`: offsets of the query tokens, or how many each request has.
-    #[pyo3(signature = (like, qo, page_size, indptr, indices, lens, *, last_page=true))]
+    ///
+    /// `offsets`: a device tensor with the numbers of `indptr`, for runs that are captured in CUDA graphs. Graphs then read it
+    /// and `indices`, and the plan of the last call, when they are replayed on the stream that was current in that call.
+    #[pyo3(signature = (like, qo, page_size, indptr, indices, lens, *, last_page=true, offsets=None))]
     #[expect(clippy::too_many_arguments, reason = "a page table")]
     fn plan_paged(
         &self,
@@ -305,14 +340,32 @@ impl BatchPlan {
         indices: &Bound<'_, PyAny>,
         lens: Arg,
         last_page: bool,
+        offsets: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
         let exec = exec_of(py, &like)?;
         let what = if last_page { Lens::LastPage } else { Lens::Tokens };
-        let table = Table::new(&exec, page_size, &indptr, indices, &lens, what)?;
+        let table = Table::new(&exec, page_size, &indptr, indices, &lens, what, offsets)?;
         let qo = queries(qo, table.table.batch())?;
         let mut batch = locked(&self.batch);
+        // Replays are on the current stream: the plan's memory is written after those before, and before those that come.
+        let other = match (offsets, &self.own, &exec) {
+            (Some(_), Exec::Cuda(own), Exec::Cuda(now)) => own.stream().zip(now.stream()),
+            _ => None,
+        };
+        let other = other.filter(|(own, now)| own.handle() != now.handle());
+        if let Some((own, now)) = other {
+            now.record().and_then(|before| own.wait(&before)).map_err(to_py)?;
+        }
         batch.plan.refill(&qo, table.table.lens()).map_err(to_py)?;
+        if let Some((own, now)) = other {
+            own.record().and_then(|copied| now.wait(&copied)).map_err(to_py)?;
+        }
         batch.at = Where::Paged(table);
+        if batch.recorded.is_some() && batch.recorded != batch.plan.recorded(&batch.scratch) {
+            batch.recorded = None;
+            let why = c"this batch does not fit what was captured of the plan: capture its CUDA graphs again";
+            PyErr::warn(py, &py.get_type::<PyRuntimeWarning>(), why, 2)?;
+        }
         Ok(())
     }
 
@@ -326,8 +379,9 @@ impl BatchPlan {
         Ok(())
     }
 
-    /// Runs one layer. `v` is None when keys and values are in one tensor `[pages, 2, ...]`.
-    #[pyo3(signature = (q, k, v, out, lse=None, sm_scale=None, params=None, k_scale=1.0, v_scale=1.0, kv_layout=KvOrder(KvLayout::Nhd), block_scales=None))]
+    /// Runs one layer. `v` is None when keys and values are in one tensor `[pages, 2, ...]`; `captured`: that this call is being
+    /// recorded in a CUDA graph.
+    #[pyo3(signature = (q, k, v, out, lse=None, sm_scale=None, params=None, k_scale=1.0, v_scale=1.0, kv_layout=KvOrder(KvLayout::Nhd), block_scales=None, captured=false))]
     #[expect(clippy::too_many_arguments, reason = "one layer's tensors")]
     fn run(
         &self,
@@ -343,6 +397,7 @@ impl BatchPlan {
         v_scale: f32,
         kv_layout: KvOrder,
         block_scales: Option<(Arg, Arg)>,
+        captured: bool,
     ) -> PyResult<()> {
         let exec = prepare_run(py, &mut [&mut q], &out, lse.as_ref())?;
         let cache = Cache::new(k, v, block_scales, (k_scale, v_scale), kv_layout.0)?;
@@ -350,7 +405,7 @@ impl BatchPlan {
         // Locked without the interpreter's lock: who waits for one must not hold the other.
         run(py, move || {
             let mut batch = locked(&self.batch);
-            let Batch { plan, at, scratch } = &mut *batch;
+            let Batch { plan, at, scratch, recorded } = &mut *batch;
             let kv = match at {
                 Where::Ragged(indptr) => Kv::Ragged(cache.ragged(indptr)?),
                 Where::Paged(table) => Kv::Paged(cache.paged()?, &table.table),
@@ -362,14 +417,18 @@ impl BatchPlan {
                 let (q, out) = (q.view()?, out.view_mut()?);
                 plan.run(&exec, BatchArgs { q, kv, params: &params, sm_scale, scratch, out, lse })
             };
-            match attempt(scratch) {
+            let done = match attempt(scratch) {
                 // The scratch of an earlier batch, which mostly fits; making one costs as much as planning.
                 Err(Error::Value { arg: "scratch", .. }) => {
                     *scratch = plan.scratch();
                     attempt(scratch)
                 }
                 other => other,
+            };
+            if captured {
+                *recorded = plan.recorded(scratch);
             }
+            done
         })
     }
 
@@ -424,7 +483,7 @@ impl CascadePlan {
         let (mut qo, mut tables) = (vec![], vec![]);
         for (rows, indptr, indices, last) in &levels {
             qo.push(ragged(rows, "qo_indptr")?);
-            tables.push(Table::new(&exec, page_size, indptr, indices, last, Lens::LastPage)?);
+            tables.push(Table::new(&exec, page_size, indptr, indices, last, Lens::LastPage, None)?);
         }
         let levels: Vec<_> =
             qo.iter().zip(&tables).map(|(qo, t)| CascadeLevel { qo, kv_lens: t.table.lens() }).collect();
@@ -490,7 +549,7 @@ impl MlaPlan {
     ) -> PyResult<Self> {
         let exec = exec_of(py, &like)?;
         let what = if last_page { Lens::LastPage } else { Lens::Tokens };
-        let table = Table::new(&exec, page_size, &indptr, indices, &lens, what)?;
+        let table = Table::new(&exec, page_size, &indptr, indices, &lens, what, None)?;
         let qo = queries(qo, table.table.batch())?;
         let (heads, head_dim_ckv, head_dim_kpe, Element(q), Element(kv), Element(out)) = shape;
         let problem =

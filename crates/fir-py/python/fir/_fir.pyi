@@ -49,13 +49,14 @@ class BatchPlan:
     def __init__(self, shape: tuple, variant: Variant, like: Tensor, *, requests: int = 0, split: str | int = "balanced") -> None: ...
     def plan_paged(
         self, like: Tensor, qo: Tensor | int, page_size: int, indptr: Tensor, indices: Tensor, lens: Tensor, *,
-        last_page: bool = True,
+        last_page: bool = True, offsets: Optional[Tensor] = None,
     ) -> None: ...
     def plan_ragged(self, qo: Tensor | int, kv_indptr: Tensor) -> None: ...
     def run(
         self, q: Tensor, k: Tensor, v: Optional[Tensor], out: Tensor, lse: Optional[Tensor] = None,
         sm_scale: Optional[float] = None, params: Optional[dict[str, Any]] = None, k_scale: float = 1.0,
         v_scale: float = 1.0, kv_layout: str = "NHD", block_scales: Optional[tuple[Tensor, Tensor]] = None,
+        captured: bool = False,
     ) -> None: ...
 
 class CascadePlan:

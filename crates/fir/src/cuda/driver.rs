@@ -273,6 +273,13 @@ impl Stream {
         call!(self.0.context.api, cuStreamWaitEvent(self.0.raw, event.raw, 0))
     }
 
+    /// Whether what is queued on it goes into a graph now.
+    pub(crate) fn is_recorded(&self) -> Result<bool> {
+        let (_current, mut status) = (self.0.context.enter()?, 0);
+        call!(self.0.context.api, cuStreamIsCapturing(self.0.raw, &mut status))?;
+        Ok(status != 0)
+    }
+
     pub(crate) fn context(&self) -> &Arc<Context> {
         &self.0.context
     }

@@ -9,7 +9,7 @@ use super::dry::{Launch, Recorder};
 use super::jit::{self, Source};
 use super::nvrtc::Nvrtc;
 use crate::error::{Error, Result};
-use crate::kv::{Indices, OnDevice, PageTable};
+use crate::kv::{Ints, OnDevice, PageTable};
 use crate::overrides::Override;
 use crate::tensor::{DType, Layout, Place, Tensor, TensorRef};
 
@@ -252,8 +252,7 @@ impl<'a> PageTable<'a> {
     pub fn to_device(&self, gpu: &Gpu) -> Result<Self> {
         const OP: &str = "PageTable::to_device";
         self.check_host(OP)?;
-        let indptr = Arc::new(ints(OP, gpu, self.indptr())?);
-        let indices = Indices::Owned(Arc::new(ints(OP, gpu, self.indices())?));
+        let [indptr, indices] = [ints(OP, gpu, self.indptr())?, ints(OP, gpu, self.indices())?];
         Ok(self.clone().with_device(OnDevice { indptr, indices }))
     }
 
@@ -269,29 +268,56 @@ impl<'a> PageTable<'a> {
         lens: &[i32],
     ) -> Result<Self> {
         const OP: &str = "PageTable::on_device";
-        if indices.dtype() != DType::I32 {
-            return Err(Error::DType { op: OP, arg: "indices", got: indices.dtype().name(), want: "i32".into() });
-        }
-        if indices.shape().len() != 1 || !indices.layout().is_contiguous() {
-            let got = format!("shape {:?}, strides {:?}", indices.shape(), indices.strides());
-            return Err(Error::layout(OP, "indices", got, "[slots], contiguous"));
-        }
-        let slots = indices.shape()[0];
-        let own = gpu.live(OP)?.context().ordinal();
-        if indices.place() != Place::Cuda(own) {
-            return Err(Error::place(OP, "indices", indices.place(), Place::Cuda(own)));
-        }
-        let device = OnDevice { indptr: Arc::new(ints(OP, gpu, indptr)?), indices: Indices::Borrowed(indices) };
+        let slots = check_ints(OP, "indices", gpu, indices)?;
+        let device = OnDevice { indptr: ints(OP, gpu, indptr)?, indices: Ints::Borrowed(indices) };
         Self::with_device_ids(page_size, num_pages, indptr.to_vec(), device, slots, lens)
+    }
+
+    /// [`Self::on_device`] whose offsets are in the caller's memory there too, `[batch + 1]` or more, i32, and the same
+    /// numbers as `indptr`: a graph that was recorded with the table reads what stands in both when it is replayed.
+    pub fn in_buffers(
+        gpu: &Gpu,
+        page_size: usize,
+        num_pages: usize,
+        indptr: (&[i32], TensorRef<'a>),
+        indices: TensorRef<'a>,
+        lens: &[i32],
+    ) -> Result<Self> {
+        const OP: &str = "PageTable::in_buffers";
+        let slots = check_ints(OP, "indices", gpu, indices)?;
+        let (host, offsets) = indptr;
+        let room = check_ints(OP, "indptr", gpu, offsets)?;
+        if room < host.len() {
+            return Err(Error::layout(OP, "indptr", format!("[{room}]"), format!("[{}] or more", host.len())));
+        }
+        let device = OnDevice { indptr: Ints::Borrowed(offsets), indices: Ints::Borrowed(indices) };
+        Self::with_device_ids(page_size, num_pages, host.to_vec(), device, slots, lens)
     }
 }
 
+/// How many numbers a list of i32 on the device of `gpu` has.
+fn check_ints(op: &'static str, arg: &'static str, gpu: &Gpu, list: TensorRef<'_>) -> Result<usize> {
+    if list.dtype() != DType::I32 {
+        return Err(Error::DType { op, arg, got: list.dtype().name(), want: "i32".into() });
+    }
+    if list.shape().len() != 1 || !list.layout().is_contiguous() {
+        let got = format!("shape {:?}, strides {:?}", list.shape(), list.strides());
+        return Err(Error::layout(op, arg, got, "one axis, contiguous"));
+    }
+    let own = gpu.live(op)?.context().ordinal();
+    if list.place() != Place::Cuda(own) {
+        return Err(Error::place(op, arg, list.place(), Place::Cuda(own)));
+    }
+    Ok(list.shape()[0])
+}
+
 /// A copy on the device, queued.
-fn ints(op: &'static str, gpu: &Gpu, values: &[i32]) -> Result<Tensor> {
+fn ints(op: &'static str, gpu: &Gpu, values: &[i32]) -> Result<Ints<'static>> {
     let (stream, bytes) = (gpu.live(op)?, bytemuck::cast_slice(values));
     let buffer = Buffer::new(stream, bytes.len())?;
     gpu.send(bytes, &buffer)?;
-    Tensor::on_device(Box::new(buffer), DType::I32, Layout::contiguous(op, "values", &[values.len()])?)
+    let layout = Layout::contiguous(op, "values", &[values.len()])?;
+    Ok(Ints::Owned(Arc::new(Tensor::on_device(Box::new(buffer), DType::I32, layout)?)))
 }
 
 #[cfg(test)]

@@ -5,7 +5,7 @@ mod paged;
 mod ragged;
 
 #[cfg(feature = "cuda")]
-pub(crate) use self::page_table::{Indices, OnDevice};
+pub(crate) use self::page_table::{Ints, OnDevice};
 pub(crate) use self::paged::NVFP4_BLOCK;
 
 pub use self::{

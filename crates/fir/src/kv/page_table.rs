@@ -32,24 +32,24 @@ pub struct PageTable<'a> {
 #[cfg(feature = "cuda")]
 #[derive(Clone, Debug)]
 pub(crate) struct OnDevice<'a> {
-    pub(crate) indptr: Arc<Tensor>,
-    pub(crate) indices: Indices<'a>,
+    pub(crate) indptr: Ints<'a>,
+    pub(crate) indices: Ints<'a>,
 }
 
-/// Page ids on a device.
+/// Offsets or page ids on a device.
 #[cfg(feature = "cuda")]
 #[derive(Clone, Debug)]
-pub(crate) enum Indices<'a> {
+pub(crate) enum Ints<'a> {
     Owned(Arc<Tensor>),
     Borrowed(TensorRef<'a>),
 }
 
 #[cfg(feature = "cuda")]
-impl Indices<'_> {
+impl Ints<'_> {
     pub(crate) fn view(&self) -> TensorRef<'_> {
         match self {
-            Self::Owned(ids) => ids.view(),
-            Self::Borrowed(ids) => *ids,
+            Self::Owned(ints) => ints.view(),
+            Self::Borrowed(ints) => *ints,
         }
     }
 }

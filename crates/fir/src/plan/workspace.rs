@@ -75,6 +75,12 @@ impl Scratch {
         Self { device: Some(OnDevice { memory, sizes }), ..Self::default() }
     }
 
+    /// Whether it is large enough.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn holds(&self, sizes: DeviceSizes) -> bool {
+        self.device.as_ref().is_some_and(|d| sizes.max(d.sizes) == d.sizes)
+    }
+
     /// Where its counters and its floats are, and on which device; none on a dry run.
     #[cfg(feature = "cuda")]
     pub(crate) fn take_device(&mut self, op: &'static str, sizes: DeviceSizes) -> Result<Option<[Span; 2]>> {

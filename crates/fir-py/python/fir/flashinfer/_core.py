@@ -233,7 +233,13 @@ def check_dtypes(q, k, q_dtype, kv_dtype) -> None:
         )
 
 
-def refuse_capture(q: torch.Tensor) -> None:
-    """A captured run would read a page table that the next plan() replaces."""
-    if q.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise NotImplementedError("run() cannot be captured in a CUDA graph yet; run it eagerly")
+def is_captured(q: torch.Tensor) -> bool:
+    """Whether what is queued now goes into a CUDA graph."""
+    return q.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def refuse_capture(q: torch.Tensor, what: str) -> None:
+    """For wrappers whose captured run would read memory that the next plan() replaces."""
+    if is_captured(q):
+        raise NotImplementedError(f"run() of {what} cannot be captured in a CUDA graph; run it eagerly, or use a wrapper of "
+                                  "batch decode or paged prefill with use_cuda_graph=True")

@@ -11,7 +11,7 @@ import torch
 
 from . import _native
 from ._core import (
-    F32, Attention, Planned, check_backend, check_dtypes, check_layout, dtype_of, host, number, packed_mask,
+    F32, Attention, Planned, check_backend, check_dtypes, check_layout, dtype_of, host, is_captured, number, packed_mask,
     refuse_capture, split_of, stored, unpack_kv,
 )
 
@@ -31,6 +31,7 @@ class Wrapper:
     """A plan and how it is run. The workspace only tells the device; scratch is sized by the plan."""
 
     _plan_info = _block_tables = _max_total_num_rows = _told = None
+    _captures = False
 
     def __init__(self, float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args, jit_kwargs=None) -> None:
         self._kv_layout = check_layout(kv_layout)
@@ -105,8 +106,8 @@ class Wrapper:
         """Checks, makes what is missing, and runs one layer."""
         if self._planned.plan is None:
             raise RuntimeError("plan() must be called before run()")
-        if self._use_cuda_graph:
-            refuse_capture(q)
+        if self._use_cuda_graph and not self._captures:
+            refuse_capture(q, type(self).__name__)
         check_dtypes(q, k, self._cached_q_data_type, self._cached_kv_data_type)
         if out is None:
             # Like `q` costs 1 µs, of a shape of its own 3.
@@ -136,12 +137,18 @@ class Wrapper:
                 raise TypeError(f"run() got {len(args)} more positional arguments than it takes without jit_args")
             own, scale = self._jit_module.values(args, scale)
             params = {**(params or {}), **own}
-        planned.plan.run(q, k, v, out, lse, scale * q_scale, params, k_scale, v_scale, self._kv_layout, scales)
+        captured = self._use_cuda_graph and is_captured(q)
+        planned.plan.run(q, k, v, out, lse, scale * q_scale, params, k_scale, v_scale, self._kv_layout, scales, captured)
 
 
 class Paged(Wrapper):
     """A batch over a paged cache. Page ids may stay on the device; the rest of the table is read by ``plan()``, at the
-    cost of one copy and one wait for each part that is on a device."""
+    cost of one copy and one wait for each part that is on a device.
+
+    With ``use_cuda_graph`` a run that was captured reads the buffers and the plan of the last ``plan()``; replay it on the
+    stream that ``plan()`` was called on. A ``plan()`` that needs other launches than were captured warns."""
+
+    _captures = True
 
     def _take_buffers(self, names, qo, indptr, indices, last) -> None:
         """Buffers of CUDA-graph mode, which fix the batch's size."""
@@ -208,8 +215,9 @@ class Paged(Wrapper):
 
     def _fill(self, plan) -> None:
         qo, page_size, indptr, lens, last_page = self._table
+        offsets = self._paged_kv_indptr_buf if self._use_cuda_graph and self._paged_kv_indptr_buf.is_cuda else None
         plan.plan_paged(self._float_workspace_buffer, qo, page_size, indptr, self._paged_kv_indices_buf, lens,
-                        last_page=last_page)
+                        last_page=last_page, offsets=offsets)
 
     def _run_paged(self, q, paged_kv_cache, args, q_scale, k_scale, v_scale, out, lse, return_lse, window_left,
                    kv_cache_sf, sink=None):

@@ -9,7 +9,7 @@ import torch
 
 from .. import _fir
 from . import _native
-from ._core import F32, Attention, check_layout, dtype_of, host, unpack_kv
+from ._core import F32, Attention, check_layout, dtype_of, host, refuse_capture, unpack_kv
 from .decode import BatchDecodeWithPagedKVCacheWrapper
 from .prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
 
@@ -99,6 +99,8 @@ class MultiLevelCascadeAttentionWrapper:
         """One layer: ``q``: ``[tokens, qo_heads, head_dim]``."""
         if self._plan is None:
             raise RuntimeError("plan() must be called before run()")
+        if self._use_cuda_graph:
+            refuse_capture(q, type(self).__name__)
         k, v = unpack_kv(paged_kv_cache)
         out = torch.empty_like(q)
         self._plan.run(q, k, v, out, None, self._sm_scale, self._attention.params, 1.0, 1.0, self._kv_layout)

@@ -9,7 +9,7 @@ import torch
 
 from .. import _fir
 from . import _native
-from ._core import F32, check_backend, host, number, refuse
+from ._core import F32, check_backend, host, number, refuse, refuse_capture
 from .prefill import table_of
 
 __all__ = ["BatchMLAPagedAttentionWrapper", "trtllm_batch_decode_with_kv_cache_mla", "xqa_batch_decode_with_kv_cache_mla"]
@@ -74,6 +74,8 @@ class BatchMLAPagedAttentionWrapper:
         ``kv_len`` and ``page_table`` belong to a Blackwell kernel; ``profiler_buffer`` is ignored."""
         if self._plan is None:
             raise RuntimeError("plan() must be called before run()")
+        if self._use_cuda_graph:
+            refuse_capture(q_nope, type(self).__name__)
         if return_lse_base_on_e:
             refuse("return_lse_base_on_e", True, "False: multiply by ln 2")
         if ckv_scale_arr is not None:

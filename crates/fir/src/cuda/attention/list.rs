@@ -302,11 +302,11 @@ pub(super) fn check(op: &'static str, own: &Gpu, gpu: &Gpu) -> Result<()> {
     Err(Error::place(op, "plan", format!("{own:?}"), format!("{gpu:?}")))
 }
 
-/// Lets a run on another stream than `own` wait for the copies of lists; whether it is another. A graph is captured on the
-/// plan's own.
+/// Lets a run on another stream than `own` wait for the copies of lists; whether it did. What is recorded into a graph waits
+/// for nothing: who replays it sees to that.
 pub(super) fn enter(own: &Gpu, gpu: &Gpu) -> Result<bool> {
     let (Some(own), Some(stream)) = (own.stream(), gpu.stream()) else { return Ok(false) };
-    if own.handle() == stream.handle() {
+    if own.handle() == stream.handle() || stream.is_recorded()? {
         return Ok(false);
     }
     stream.wait(&own.record()?)?;

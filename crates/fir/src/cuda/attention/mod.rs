@@ -23,6 +23,7 @@ mod mla;
 pub(crate) mod share;
 pub(crate) mod sparse;
 
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
 use self::form::{AttentionParams, Form, Instance, KvPool, KvTensor, OutParams, PlainParams, PrefillParams};
@@ -445,6 +446,17 @@ impl Plan {
     /// Where tokens stand, for a level of a cascade.
     fn token_list(&self) -> Address {
         self.lanes.iter().filter_map(|l| l.loaded.as_ref()).map(|(_, list)| list.tokens()).next().unwrap_or_default()
+    }
+
+    /// What a graph keeps of a run besides what its tensors say: where lists and partial rows are, and who has any work.
+    pub(crate) fn recorded(&self) -> u64 {
+        let mut hasher = DefaultHasher::new();
+        for (i, lane) in self.lanes.iter().enumerate() {
+            let list = lane.loaded.as_ref().filter(|(_, list)| !list.is_empty());
+            (list.map(|(_, list)| list.items().0), self.parts_before(i), lane.busy, lane.heads_at_once)
+                .hash(&mut hasher);
+        }
+        hasher.finish()
     }
 
     /// Names the lists for the records of a dry run.

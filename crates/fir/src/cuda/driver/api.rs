@@ -83,6 +83,7 @@ library! {
         cuStreamCreate(*mut Handle, u32);
         cuStreamDestroy_v2(Handle);
         cuStreamEndCapture(Handle, *mut Handle);
+        cuStreamIsCapturing(Handle, *mut i32);
         cuStreamSynchronize(Handle);
         cuStreamWaitEvent(Handle, Handle, u32);
         cuTensorMapEncodeTiled(

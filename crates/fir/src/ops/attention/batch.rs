@@ -406,6 +406,18 @@ impl BatchPlan {
         self.tokens.len()
     }
 
+    /// What a graph that records a run with `scratch` counts on, as a number: when it is another one after
+    /// [`Self::refill`], graphs of earlier batches must be recorded again (see [`Self::with_capacity`]). None where nothing
+    /// can be recorded: on a CPU, or when the scratch is too small.
+    #[cfg_attr(not(feature = "cuda"), expect(unused))]
+    pub fn recorded(&self, scratch: &Scratch) -> Option<u64> {
+        match &self.backend {
+            Backend::Cpu(_) => None,
+            #[cfg(feature = "cuda")]
+            Backend::Cuda(plan) => scratch.holds(plan.sizes()).then(|| plan.recorded()),
+        }
+    }
+
     /// Scratch of exactly the size that [`Self::run`] needs for the batch as it is planned now; on a GPU a balanced plan's
     /// fits its later batches too.
     pub fn scratch(&self) -> Scratch {

@@ -99,12 +99,46 @@ fn a_mixed_batch_is_recorded_once_and_refilled() {
     };
     run(&plan, &table, &mut scratch, &mut out).unwrap();
     let graph = Graph::capture(&step.gpu, || run(&plan, &table, &mut scratch, &mut out)).unwrap();
+    let recorded = plan.recorded(&scratch);
+    assert!(recorded.is_some());
     for lens in [first, [60, 704, 64], [512, 33, 700], first] {
         plan.refill(&qo, &lens).unwrap();
+        assert_eq!(plan.recorded(&scratch), recorded);
         let got = step.replay(&graph, &out);
         run(&plan, &step.table(lens), &mut scratch, &mut again).unwrap();
         assert_eq!(got, again.to_host().unwrap().view().to_f32_vec().unwrap(), "{lens:?}");
     }
+}
+
+#[test]
+fn offsets_and_pages_may_be_in_buffers_of_the_callers() {
+    let Some(step) = Step::new() else { return };
+    let problem = Problem::new(8, 2, 128, DType::BF16, variant::causal());
+    let mut plan = BatchPlan::with_capacity(&step.exec, problem, 3, Split::Balanced).unwrap();
+    let q = step.rows(2, 3);
+    let (indptr, lens) = ([0, 1, 45, 132], [16, 700, 1100]);
+    let offsets = Tensor::from_slice(&[0i32, 1, 45, 132, 99], &[5]).unwrap().to_device(&step.gpu).unwrap();
+    plan.refill(&Ragged::ones(3).unwrap(), &lens.map(|n| n as u32)).unwrap();
+    let run = |table: fir::Result<PageTable<'_>>| {
+        let (table, mut out, mut scratch) = (table.unwrap(), step.rows(3, 3), plan.scratch());
+        let (kv, params) = (step.kv(&table), &Params::new());
+        let args = BatchArgs {
+            q: q.view(),
+            kv,
+            params,
+            sm_scale: None,
+            scratch: &mut scratch,
+            out: out.view_mut(),
+            lse: None,
+        };
+        plan.run(&step.exec, args).unwrap();
+        out.to_host().unwrap().view().to_f32_vec().unwrap()
+    };
+    let ids = step.pages.view();
+    let own = run(PageTable::on_device(&step.gpu, 16, 132, &indptr, ids, &lens));
+    assert_eq!(run(PageTable::in_buffers(&step.gpu, 16, 132, (&indptr, offsets.view()), ids, &lens)), own);
+    let short = PageTable::in_buffers(&step.gpu, 16, 132, (&[0; 9], offsets.view()), ids, &[0; 8]);
+    assert!(short.unwrap_err().to_string().contains("`indptr`"));
 }
 
 #[test]

@@ -1,0 +1,126 @@
+"""Wrappers in CUDA graphs: captured once, planned anew, replayed. On host tensors the same steps run one by one."""
+
+import warnings
+
+import pytest
+import torch
+from conftest import attention, visible
+
+import fir.flashinfer as fi
+
+BF16, I32 = torch.bfloat16, torch.int32
+HEADS, KV_HEADS, DIM, PAGE, POOL = 8, 2, 128, 16, 64
+
+
+class Step:
+    """A wrapper of three requests with buffers, and its plan for any lengths."""
+
+    def __init__(self, q_len):
+        self.q_len = q_len
+        buffers = [torch.zeros(n, dtype=I32) for n in (4, POOL, 3)]
+        self.cache = torch.randn(POOL, 2, PAGE, KV_HEADS, DIM).to(BF16)
+        workspace = torch.empty(1, dtype=torch.uint8)
+        if q_len is None:
+            self.wrapper = fi.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", True, False, *buffers)
+        else:
+            self.wrapper = fi.BatchPrefillWithPagedKVCacheWrapper(
+                workspace, "NHD", True, torch.zeros(4, dtype=I32), *buffers)
+        self.rows = q_len or 1
+        self.q = torch.randn(3 * self.rows, HEADS, DIM).to(BF16)
+        self.out = torch.empty_like(self.q)
+
+    def plan(self, lens):
+        """Lengths, in pages chosen anew."""
+        pages = [-(-n // PAGE) for n in lens]
+        self.lens, self.ids = lens, torch.randperm(POOL, device="cpu")[: sum(pages)].to(I32)
+        indptr = torch.tensor([0, pages[0], sum(pages[:2]), sum(pages)], dtype=I32, device="cpu")
+        last = torch.tensor([(n - 1) % PAGE + 1 for n in lens], dtype=I32, device="cpu")
+        table = (indptr, self.ids.to(self.q.device), last, HEADS, KV_HEADS, DIM, PAGE)
+        if self.q_len is None:
+            self.wrapper.plan(*table, q_data_type=BF16, kv_data_type=BF16)
+        else:
+            qo = torch.arange(0, 3 * self.rows + 1, self.rows, dtype=I32, device="cpu")
+            self.wrapper.plan(qo, *table, causal=True, q_data_type=BF16, kv_data_type=BF16)
+        self.indptr = indptr.tolist()
+
+    def run(self):
+        self.wrapper.run(self.q, self.cache, out=self.out)
+
+    def check(self):
+        for r, n in enumerate(self.lens):
+            ids = self.ids[self.indptr[r] : self.indptr[r + 1]].long().to(self.q.device)
+            k, v = (self.cache[ids, i].reshape(-1, KV_HEADS, DIM)[:n] for i in (0, 1))
+            rows = slice(r * self.rows, (r + 1) * self.rows)
+            want = attention(self.q[rows], k, v, mask=visible(self.rows, n, True))[0]
+            torch.testing.assert_close(self.out[rows].float(), want, atol=2e-2, rtol=2e-2)
+
+
+def recorded(device, function):
+    """What does again what ``function`` does: a graph, or the function."""
+    if device == "cpu":
+        return function
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        function()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph.replay
+
+
+@pytest.mark.parametrize("q_len", [None, 1, 4])
+@pytest.mark.parametrize("side", [False, True])
+def test_a_captured_run_follows_the_plan(device, q_len, side):
+    step = Step(q_len)
+    step.plan([40, 5, 300])
+    replay = recorded(device, step.run)
+    stream = torch.cuda.Stream() if side and device == "cuda" else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for lens in ([40, 5, 300], [16, 17, 512], [700, 64, 4], [200, 201, 202], [4, 4, 4]):
+            step.q.copy_(torch.randn_like(step.q))
+            step.out.fill_(float("nan"))
+            if stream is not None:
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    step.plan(lens)
+                    replay()
+                torch.cuda.current_stream().wait_stream(stream)
+            else:
+                step.plan(lens)
+                replay()
+            step.check()
+
+
+def test_a_batch_of_other_launches_warns(device):
+    """Requests of one query token, then some of many: another kernel, which the graph does not have."""
+    if device == "cpu":
+        pytest.skip("nothing is captured")
+    step = Step(1)
+    step.plan([40, 5, 300])
+    recorded(device, step.run)
+    step.q_len = step.rows = 100
+    with pytest.warns(RuntimeWarning, match="capture"):
+        step.plan([140, 105, 300])
+    step.q = torch.randn(300, HEADS, DIM).to(BF16)
+    step.out = torch.empty_like(step.q)
+    replay = recorded(device, step.run)
+    step.plan([100, 305, 120])
+    replay()
+    step.check()
+
+
+def test_what_cannot_be_captured_says_so(device):
+    if device == "cpu":
+        pytest.skip("nothing is captured")
+    indptr = torch.tensor([0, 3], dtype=I32)
+    wrapper = fi.BatchPrefillWithRaggedKVCacheWrapper(
+        torch.empty(1, dtype=torch.uint8), "NHD", True, indptr.clone(), indptr.clone())
+    wrapper.plan(indptr, indptr, HEADS, KV_HEADS, DIM, q_data_type=BF16, kv_data_type=BF16)
+    q, kv = torch.randn(3, HEADS, DIM).to(BF16), torch.randn(3, KV_HEADS, DIM).to(BF16)
+    wrapper.run(q, kv, kv)
+    with pytest.raises(NotImplementedError, match="RaggedKVCacheWrapper cannot be captured"):
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            wrapper.run(q, kv, kv)
