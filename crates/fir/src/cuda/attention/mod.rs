@@ -448,13 +448,13 @@ impl Plan {
         self.lanes.iter().filter_map(|l| l.loaded.as_ref()).map(|(_, list)| list.tokens()).next().unwrap_or_default()
     }
 
-    /// What a graph keeps of a run besides what its tensors say: where lists and partial rows are, and who has any work.
+    /// What a graph keeps of a run besides what its tensors say: where lists and partial rows are, and which lanes have any
+    /// work. How many blocks took from a queue, and in which order, is kept too, and good for any batch.
     pub(crate) fn recorded(&self) -> u64 {
         let mut hasher = DefaultHasher::new();
         for (i, lane) in self.lanes.iter().enumerate() {
             let list = lane.loaded.as_ref().filter(|(_, list)| !list.is_empty());
-            (list.map(|(_, list)| list.items().0), self.parts_before(i), lane.busy, lane.heads_at_once)
-                .hash(&mut hasher);
+            (list.map(|(_, list)| list.items().0), self.parts_before(i)).hash(&mut hasher);
         }
         hasher.finish()
     }
