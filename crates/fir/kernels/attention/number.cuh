@@ -113,6 +113,18 @@ __device__ __forceinline__ float load_one(const unsigned char* row, int i, const
   }
 }
 
+/// `kCount` (1, 2 or 4) words from an address aligned to as many, in the order of the text.
+template <int kCount>
+__device__ __forceinline__ void load_words(const unsigned char* p, unsigned (&w)[kCount]) {
+  if constexpr (kCount == 1) {
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(w[0]) : "l"(p));
+  } else if constexpr (kCount == 2) {
+    asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "l"(p));
+  } else {
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "l"(p));
+  }
+}
+
 /// `kCount` (2, 4 or 8) numbers from an address aligned to as many elements.
 template <class T, int kCount>
 __device__ __forceinline__ void load_some(const unsigned char* p, float (&x)[kCount]) {
