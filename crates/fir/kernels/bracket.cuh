@@ -63,6 +63,7 @@ struct alignas(16) BracketSmem {
   u32 bins[kSampleBins];
   double totals[kWarps];
   i32 edges[2];
+  u32 found[2];
   u32 answer; // 1: the lists told
   float cutoff;
   double mass; // of what passes
@@ -126,6 +127,7 @@ struct Bracket {
     lo = hi = kMostKey;
     for (u32 i = 0; i < 2; ++i) s->bins[i * kThreads + threadIdx.x] = 0;
     if (threadIdx.x < 2) s->edges[threadIdx.x] = threadIdx.x == 0 ? -1 : i32(kSampleBins);
+    if (threadIdx.x == 2) s->answer = s->found[0] = s->found[1] = 0;
     return true;
   }
 
@@ -203,23 +205,31 @@ struct Bracket {
     hi = high < i32(kSampleBins) ? max(Bins::edge(high), lo + 1) : kMostKey;
   }
 
-  // Where `share` of the largest element is: not below that share of the sample's largest. All from there on if the lists
-  // should hold them, else what is below the share of four times as much.
-  __device__ __forceinline__ void guess_share(float share) {
-    const u32 t = threadIdx.x;
+  // Where `share` of the largest element is: not below that share of the sample's largest. All from there on, if the lists should
+  // hold them; else up to the share of what the row's largest should not exceed. False if that is too much, too.
+  __device__ __forceinline__ bool guess_share(float share) {
+    const u32 t = threadIdx.x, most = units * room / kSampled * 3 / 4;
     const u32 count[2] = {s->bins[2 * t], s->bins[2 * t + 1]};
     if (count[0] + count[1] != 0) atomicMax(&s->edges[0], i32(2 * t + (count[1] != 0)));
     __syncthreads();
     const i32 top = max(s->edges[0], 0);
     lo = max(__float_as_int(__int_as_float(Bins::edge(top)) * share * 0.999f), kLeast);
+    auto add = [&](u32& sum, i32 first, i32 last) { // the counts of these bins
+      u32 mine = 0;
+#pragma unroll
+      for (u32 i = 0; i < 2; ++i) mine += i32(2 * t + i) >= first && i32(2 * t + i) <= last ? count[i] : 0;
+      if (mine != 0) atomicAdd(&sum, mine);
+    };
     const i32 first = Bins::of(__int_as_float(lo));
-    const u32 listed = (i32(2 * t) >= first ? count[0] : 0) + (i32(2 * t + 1) >= first ? count[1] : 0);
-    double begin, end;
-    Search::prefix(s->totals, double(listed), begin, end);
-    double all = 0.0;
-    for (u32 w = 0; w < kWarps; ++w) all += s->totals[w];
-    const bool fits = all * kSampled < 0.75 * double(room * units);
-    hi = fits ? kMostKey : max(__float_as_int(__int_as_float(Bins::edge(top + 1)) * share * 4.f), lo + 1);
+    add(s->found[0], first, kSampleBins);
+    add(s->found[1], top - 15, top); // an octave
+    __syncthreads();
+    hi = kMostKey;
+    if (s->found[0] < most) return true;
+    hi = __float_as_int(__int_as_float(Bins::edge(top + 1)) * share * (s->found[1] < 64 ? 4.f : 1.25f));
+    add(s->answer, first, Bins::of(__int_as_float(hi)));
+    __syncthreads();
+    return s->answer < most;
   }
 
   // max(x, 0), and NaN of NaN
@@ -229,8 +239,9 @@ struct Bracket {
     return y;
   }
 
-  // Reads this block's part of the row; all blocks have begun. A barrier of the cluster comes before the leader's part.
-  template <bool kCount, class R>
+  // Reads this block's part of the row; all blocks have begun. A barrier of the cluster comes before the leader's part. kList: there may
+  // be something in the bracket.
+  template <bool kCount, bool kList, class R>
   __device__ __forceinline__ void read(const R& row) {
     const u32 to_sums = peer_address(sums, 0), to_lists = peer_address(lists, 0);
     const u32 before = (1u << lane_id()) - 1, range = u32(hi) - u32(lo);
@@ -252,10 +263,11 @@ struct Bracket {
           // none anyway, and one of numbers is told by its mass.
           const i32 key = Bins::key(y[e]);
           most = max(most, key);
-          if (key >= hi) {
+          if (kList && key >= hi) {
             above += y[e];
             if (kCount) ++over;
           }
+          if (!kList) continue;
           const bool in = u32(key) - u32(lo) < range;
           const u32 who = __ballot_sync(kAll, in);
           if (who != 0) {

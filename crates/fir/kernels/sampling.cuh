@@ -9,10 +9,10 @@
 // grid   (rows * C)       a cluster of C blocks (a power of two up to 8; 1 below sm_90) per row
 // block  512
 // smem   static           1.2 KB; with filters SearchSmem, 8.3 KB
-//        dynamic          kResident: the row (rows.cuh); else sample of weights, renorm: lists (bracket.cuh), or none
+//        dynamic          kResident: the row (rows.cuh); else sample of weights, renorm, mask: lists (bracket.cuh), or none
 // needs  sm_80; clusters from sm_90
 //
-// reads  x, once where kResident; with lists once, and for renorm once more
+// reads  x, once where kResident; with lists once, and for renorm and mask once more
 // writes out, valid; a row that is no distribution: token 0 and valid 0, or NaN
 // twins  src/cpu/sampling.rs, src/reference/sampling.rs. Draws are equal but where two sums in different orders put `u`
 //        on different sides of an element's edge (relative 1e-7); so also, where filters are in use, those of a row with lists and
@@ -138,22 +138,26 @@ struct Wanted {
   bool by_k, by_p, joint;
 };
 
-// One read of a row of weights, with a list of what may be near the cutoff.
+// One read of a row, with a list of what may be near the cutoff; false, and no read, if no list would hold it.
 template <bool kTopK, bool kTopP, class R, class B, class M>
-__device__ __forceinline__ void read_once(const R& row, B& bracket, const Wanted& w, M meanwhile) {
+__device__ __forceinline__ bool read_once(const R& row, B& bracket, const Wanted& w, M meanwhile) {
+  bool listed = true;
   cluster_arrive();
   __syncthreads(); // bins are 0
   if (w.by_k || w.by_p || w.min_p > 0.f) {
     bracket.sample(row.p, row.n, meanwhile);
     if (kTopK && w.by_k) bracket.guess_count(w.k);
     else if (kTopP && w.by_p) bracket.guess_mass(1.f - w.top_p); // weights sum to 1, mostly
-    else bracket.guess_share(w.min_p);
+    else listed = bracket.guess_share(w.min_p);
   } else if (threadIdx.x == 0) {
     meanwhile();
   }
   cluster_wait(); // all blocks have begun
-  bracket.read<kTopK>(row);
+  if (!listed) return false;
+  if (!kTopK && !kTopP && w.min_p == 0.f) bracket.template read<false, false>(row);
+  else bracket.template read<kTopK, true>(row);
   cluster_sync(cluster_size());
+  return true;
 }
 
 // What passes is at or above the cutoff; false if the lists do not tell. For the leader, and a row that is a distribution.
@@ -199,7 +203,7 @@ __device__ __forceinline__ bool listed_cutoff(Exchange& ex, Search& search, Brac
 template <bool kTopK, bool kTopP, class R, class M, class S, class F>
 __device__ __forceinline__ bool sample_once(const R& row, Exchange& ex, Search& search, Bracket<false>& bracket, const Wanted& w,
                                             const float& u, M meanwhile, S settle, F found) {
-  read_once<kTopK, kTopP>(row, bracket, w, meanwhile);
+  if (!read_once<kTopK, kTopP>(row, bracket, w, meanwhile)) return false;
   if (ex.rank == 0) {
     const Bracket<false>::Totals all = bracket.totals(ex);
     const bool valid = all.mass > 0.0 && all.mass < double(infinity());
