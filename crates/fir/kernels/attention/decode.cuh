@@ -279,7 +279,8 @@ struct DecodeLoader {
 template <class C>
 struct QueryWords {
   using F = Fragment<C::Kv::kBits>;
-  static constexpr bool kOn = !C::kQRope && C::Q::kBits == 16;
+  /// Where registers are left for it.
+  static constexpr bool kOn = !C::kQRope && C::Q::kBits == 16 && C::Kv::kBits >= 8 && C::kDimQk <= 128;
   static constexpr int kGroups = kOn ? C::kDimQk / F::kGroup : 1, kPer = F::kPerLane;
   unsigned words[2][kGroups][kPer / 2];
 
@@ -324,7 +325,9 @@ __device__ __forceinline__ void load_queries(const AttentionParams<typename C::V
   constexpr int kGroups = C::kDimQk / F::kGroup, kPer = F::kPerLane;
   constexpr bool kRange = Same<typename C::Mma, F16>::value && !Same<typename C::Q, F16>::value;
   const int lane = threadIdx.x & 31, rows = w.tokens * p.group;
-  if (QueryWords<C>::kOn && p.kv.dim_qk != C::kDimQk) q.load_short(p, w.q_start, rows, head);
+  if constexpr (QueryWords<C>::kOn) {
+    if (p.kv.dim_qk != C::kDimQk) q.load_short(p, w.q_start, rows, head);
+  }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = lane / 4 + 8 * half;
@@ -564,7 +567,7 @@ __global__ void __launch_bounds__(C::kThreads, kMinBlocks) decode(const __grid_c
 
   start_next();
   DecodeLoader<C> loader(p, ring_address, desc);
-  int words = loader.load_words(blockIdx.x / p.team);  // of the item, as the loader has them
+  int words = loader.load_words(blockIdx.x / p.team);  // of the item, as the loader has them; then of the next one
   loader.start(blockIdx.x / p.team);
   WorkItem w = item_of(words);
   int head = w.head_start + blockIdx.x % p.team;
@@ -586,7 +589,7 @@ __global__ void __launch_bounds__(C::kThreads, kMinBlocks) decode(const __grid_c
 
   int slot = 0, item = w.next;  // the next one
   if (w.tokens > 0) {
-    words = item >= 0 ? loader.load_words(item) : 0;
+    if (QueryWords<C>::kOn && item >= 0) words = loader.load_words(item);
     for (int unit = 0;; ++unit) {
       const int rows = w.tokens * p.group;
       unsigned a[C::kSteps][4];
@@ -698,9 +701,12 @@ __global__ void __launch_bounds__(C::kThreads, kMinBlocks) decode(const __grid_c
       if (last >= 0) F::share(o, ring + last * C::kStageBytes, rows > 8);
       // The next unit: another head of the item, or the next item. Its queries come while this unit ends.
       const bool same = head + p.team < w.head_end;
-      const int next_tokens = same ? w.tokens : item >= 0 ? __shfl_sync(~0u, words, 2) : 0;
-      const int next_head = same ? head + p.team : __shfl_sync(~0u, words, 6) + blockIdx.x % p.team;
-      if (next_tokens > 0) q.load(p, same ? w.q_start : __shfl_sync(~0u, words, 1), next_tokens, next_head);
+      int next_tokens = 0, next_head = 0;
+      if constexpr (QueryWords<C>::kOn) {
+        next_tokens = same ? w.tokens : item >= 0 ? __shfl_sync(~0u, words, 2) : 0;
+        next_head = same ? head + p.team : __shfl_sync(~0u, words, 6) + blockIdx.x % p.team;
+        if (next_tokens > 0) q.load(p, same ? w.q_start : __shfl_sync(~0u, words, 1), next_tokens, next_head);
+      }
       __syncthreads();
       const int per_row = p.kv.dim_vo / 4;
       for (int i = threadIdx.x; i < rows * per_row; i += C::kThreads) {
@@ -732,12 +738,21 @@ __global__ void __launch_bounds__(C::kThreads, kMinBlocks) decode(const __grid_c
           merge_parts<V, typename C::Out, 4, 16>(p.out, p.variant, w, head, p.group, merge, p.kv.dim_vo, v_scale);
         }
       }
-      if (next_tokens == 0) break;
-      head = next_head;
-      if (!same) {
-        w = item_of(words);
-        item = w.next;
-        words = item >= 0 ? loader.load_words(item) : 0;
+      if constexpr (QueryWords<C>::kOn) {
+        if (next_tokens == 0) break;
+        head = next_head;
+        if (!same) {
+          w = item_of(words);
+          item = w.next;
+          if (item >= 0) words = loader.load_words(item);
+        }
+      } else if (same) {
+        head += p.team;
+      } else {
+        if (w.next < 0) break;
+        w = p.items[w.next];
+        if (w.tokens == 0) break;
+        head = w.head_start + blockIdx.x % p.team;
       }
       __syncthreads();
     }
