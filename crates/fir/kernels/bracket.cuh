@@ -20,8 +20,38 @@ namespace fir {
 
 constexpr u32 kSampled = 32, kSampleBins = 2 * kThreads;
 constexpr u32 kMostListed = 196; // of a unit; 4 of 32 banks apart
-constexpr i32 kSampleFirst = 96 << 5; // 32 bins to an octave, from 2^-31 up; the last has all that is larger
-constexpr i32 kMostKey = 0x7f800001;  // behind infinity
+constexpr i32 kMostKey = 0x7f800001; // behind infinity
+
+// Bins of a sample, in the order of keys: which one `x` is in, none if negative; and the least key of one.
+template <bool kSigned>
+struct SampleBins;
+
+// Weights: 4 bins to an octave from 2^-126 up, 16 from 2^-40 up, as the mass of a row lies there; the last has all from 2^2 up.
+template <>
+struct SampleBins<false> {
+  static constexpr i32 kLow = 4, kSplit = (87 << 2) - kLow, kHigh = (87 << 4) - kSplit;
+  __device__ __forceinline__ static i32 of(float x) {
+    const i32 key = __float_as_int(x);
+    return min(max((key >> 21) - kLow, (key >> 19) - kHigh), i32(kSampleBins) - 1);
+  }
+  __device__ __forceinline__ static i32 edge(i32 bin) { return bin < kSplit ? (bin + kLow) << 21 : (bin + kHigh) << 19; }
+  __device__ __forceinline__ static i32 key(float x) { return __float_as_int(x); }
+};
+
+// Numbers of both signs: 16 bins to an octave from 2^-16 to 2^16 for each; what is less or more is in the bins at the ends.
+template <>
+struct SampleBins<true> {
+  static constexpr i32 kHalf = i32(kSampleBins) / 2, kFirst = (127 - 16) << 4;
+  __device__ __forceinline__ static i32 of(float x) {
+    const i32 q = min(max(((__float_as_int(x) & 0x7fffffff) >> 19) - kFirst, 0), kHalf - 1);
+    return x != x ? -1 : __float_as_int(x) < 0 ? kHalf - 1 - q : kHalf + q;
+  }
+  __device__ __forceinline__ static i32 edge(i32 bin) {
+    if (bin >= kHalf) return bin == kHalf ? 0 : (bin - kHalf + kFirst) << 19;
+    return bin == 0 ? kLeastKey : -((kHalf - bin + kFirst) << 19);
+  }
+  __device__ __forceinline__ static i32 key(float x) { return order(x); }
+};
 
 struct alignas(16) UnitSum {
   float mass, above;
@@ -33,6 +63,7 @@ struct alignas(16) BracketSmem {
   u32 bins[kSampleBins];
   double totals[kWarps];
   i32 edges[2];
+  u32 found[2];
   u32 answer; // 1: the lists told
   float cutoff;
   double mass; // of what passes
@@ -69,8 +100,11 @@ struct List {
   }
 };
 
+// kSigned: of numbers of both signs; else of weights, of which those above 0 count.
+template <bool kSigned>
 struct Bracket {
-  static constexpr i32 kLeast = 0x00800000; // the least normal number
+  using Bins = SampleBins<kSigned>;
+  static constexpr i32 kLeast = kSigned ? kLeastKey : 1; // the least key that counts
 
   BracketSmem* s;
   UnitSum* sums;
@@ -93,25 +127,26 @@ struct Bracket {
     lo = hi = kMostKey;
     for (u32 i = 0; i < 2; ++i) s->bins[i * kThreads + threadIdx.x] = 0;
     if (threadIdx.x < 2) s->edges[threadIdx.x] = threadIdx.x == 0 ? -1 : i32(kSampleBins);
+    if (threadIdx.x == 2) s->answer = s->found[0] = s->found[1] = 0;
     return true;
   }
 
   // Counts the sample: 16 elements of every 512, as memory is fetched by 64 bytes. Thread 0 calls `meanwhile` while it waits.
-  template <class F>
-  __device__ __forceinline__ void sample(const float* p, u32 n, F meanwhile) {
-    const bool aligned = (reinterpret_cast<u64>(p) & 15) == 0;
+  template <class T, class F>
+  __device__ __forceinline__ void sample(const T* p, u32 n, F meanwhile) {
+    const bool aligned = (reinterpret_cast<u64>(p) & (4 * sizeof(T) - 1)) == 0;
     for (u32 c = threadIdx.x; c < units * (kUnit / 4 / kSampled); c += 2 * kThreads) {
       float x[2][4];
 #pragma unroll
       for (u32 j = 0; j < 2; ++j) {
         const u32 i = c + j * kThreads, at = i / 4 * (16 * kSampled) + i % 4 * 4;
-        if (aligned && at + 4 <= n) {
+        if (sizeof(T) == 4 && aligned && at + 4 <= n) {
           const Chunk v = load(p + at);
 #pragma unroll
           for (u32 e = 0; e < 4; ++e) x[j][e] = float_of(v.word[e]);
         } else {
 #pragma unroll
-          for (u32 e = 0; e < 4; ++e) x[j][e] = at + e < n ? p[at + e] : 0.f;
+          for (u32 e = 0; e < 4; ++e) x[j][e] = at + e < n ? to_float(p[at + e]) : kSigned ? not_a_number() : 0.f;
         }
       }
       if (c == 0) meanwhile();
@@ -119,38 +154,35 @@ struct Bracket {
       for (u32 j = 0; j < 2; ++j)
 #pragma unroll
         for (u32 e = 0; e < 4; ++e) {
-          const i32 bin = (__float_as_int(x[j][e]) >> 18) - kSampleFirst;
-          if (bin >= 0) atomicAdd(&s->bins[min(bin, i32(kSampleBins) - 1)], 1u);
+          const i32 bin = Bins::of(x[j][e]);
+          if (bin >= 0) atomicAdd(&s->bins[bin], 1u);
         }
     }
     __syncthreads();
   }
 
-  // Where a bin begins.
-  __device__ __forceinline__ static i32 edge(i32 bin) { return (kSampleFirst + bin) << 18; }
-
   // Where elements are below that have the mass `goal`. From below, as a sample misses what is large and rare.
-  __device__ __forceinline__ void guess_mass(float goal, u32 n) {
+  __device__ __forceinline__ void guess_mass(float goal) {
     const u32 t = threadIdx.x;
     float middle[2], mass[2];
 #pragma unroll
     for (u32 i = 0; i < 2; ++i) {
-      middle[i] = __int_as_float(edge(2 * t + i) + (1 << 17));
+      middle[i] = __int_as_float((Bins::edge(2 * t + i) + Bins::edge(2 * t + i + 1)) / 2);
       mass[i] = float(s->bins[2 * t + i]) * middle[i] * kSampled;
     }
     double begin, end;
     Search::prefix(s->totals, double(mass[0]) + double(mass[1]), begin, end);
-    const float below[2] = {float(begin) + mass[0], float(end)}, unseen = float(n) * 4.656612873077393e-10f; // 2^-31
+    const float below[2] = {float(begin) + mass[0], float(end)};
 #pragma unroll
     for (u32 i = 0; i < 2; ++i) {
       const float spread = 3.f * sqrtf(float(kSampled - 1) * middle[i] * (below[i] + float(kSampled) * middle[i]));
-      if (below[i] + unseen + spread <= goal) atomicMax(&s->edges[0], i32(2 * t + i));
+      if (below[i] + spread <= goal) atomicMax(&s->edges[0], i32(2 * t + i));
       if (below[i] - spread >= goal) atomicMin(&s->edges[1], i32(2 * t + i));
     }
     __syncthreads();
     const i32 first = s->edges[0], last = s->edges[1];
-    lo = first >= 0 ? edge(first + 1) : kLeast;
-    hi = last < i32(kSampleBins) - 1 ? max(edge(last + 1), lo + 1) : kMostKey;
+    lo = first >= 0 ? Bins::edge(first + 1) : 0x00800000; // the least normal number
+    hi = last < i32(kSampleBins) - 1 ? max(Bins::edge(last + 1), lo + 1) : kMostKey;
   }
 
   // From where on there are `k` elements.
@@ -169,8 +201,35 @@ struct Bracket {
     }
     __syncthreads();
     const i32 low = s->edges[0], high = s->edges[1];
-    lo = low >= 0 ? edge(low) : kLeast;
-    hi = high < i32(kSampleBins) ? max(edge(high), lo + 1) : kMostKey;
+    lo = low >= 0 ? Bins::edge(low) : kLeast;
+    hi = high < i32(kSampleBins) ? max(Bins::edge(high), lo + 1) : kMostKey;
+  }
+
+  // Where `share` of the largest element is: not below that share of the sample's largest. All from there on, if the lists should
+  // hold them; else up to the share of what the row's largest should not exceed. False if that is too much, too.
+  __device__ __forceinline__ bool guess_share(float share) {
+    const u32 t = threadIdx.x, most = units * room / kSampled * 3 / 4;
+    const u32 count[2] = {s->bins[2 * t], s->bins[2 * t + 1]};
+    if (count[0] + count[1] != 0) atomicMax(&s->edges[0], i32(2 * t + (count[1] != 0)));
+    __syncthreads();
+    const i32 top = max(s->edges[0], 0);
+    lo = max(__float_as_int(__int_as_float(Bins::edge(top)) * share * 0.999f), kLeast);
+    auto add = [&](u32& sum, i32 first, i32 last) { // the counts of these bins
+      u32 mine = 0;
+#pragma unroll
+      for (u32 i = 0; i < 2; ++i) mine += i32(2 * t + i) >= first && i32(2 * t + i) <= last ? count[i] : 0;
+      if (mine != 0) atomicAdd(&sum, mine);
+    };
+    const i32 first = Bins::of(__int_as_float(lo));
+    add(s->found[0], first, kSampleBins);
+    add(s->found[1], top - 15, top); // an octave
+    __syncthreads();
+    hi = kMostKey;
+    if (s->found[0] < most) return true;
+    hi = __float_as_int(__int_as_float(Bins::edge(top + 1)) * share * (s->found[1] < 64 ? 4.f : 1.25f));
+    add(s->answer, first, Bins::of(__int_as_float(hi)));
+    __syncthreads();
+    return s->answer < most;
   }
 
   // max(x, 0), and NaN of NaN
@@ -180,8 +239,9 @@ struct Bracket {
     return y;
   }
 
-  // Reads this block's part of the row; all blocks have begun. A barrier of the cluster comes before the leader's part.
-  template <bool kCount, class R>
+  // Reads this block's part of the row; all blocks have begun. A barrier of the cluster comes before the leader's part. kList: there may
+  // be something in the bracket.
+  template <bool kCount, bool kList, class R>
   __device__ __forceinline__ void read(const R& row) {
     const u32 to_sums = peer_address(sums, 0), to_lists = peer_address(lists, 0);
     const u32 before = (1u << lane_id()) - 1, range = u32(hi) - u32(lo);
@@ -199,18 +259,20 @@ struct Bracket {
         mass += (no_less(y[0]) + no_less(y[1])) + (no_less(y[2]) + no_less(y[3])); // as Row::kept
 #pragma unroll
         for (u32 e = 0; e < 4; ++e) {
-          // The bits of a positive number are in its order, those of a negative one are less. With a NaN the row is none anyway.
-          const i32 key = __float_as_int(y[e]);
+          // The bits of a positive number are in its order, those of a negative one are less. A row of weights with a NaN is
+          // none anyway, and one of numbers is told by its mass.
+          const i32 key = Bins::key(y[e]);
           most = max(most, key);
-          if (key >= hi) {
+          if (kList && key >= hi) {
             above += y[e];
             if (kCount) ++over;
           }
+          if (!kList) continue;
           const bool in = u32(key) - u32(lo) < range;
           const u32 who = __ballot_sync(kAll, in);
           if (who != 0) {
             const u32 at = listed + __popc(who & before);
-            if (in && at < room) peer_store(list + 4 * at, u32(key));
+            if (in && at < room) peer_store(list + 4 * at, bits_of(y[e]));
             listed += __popc(who);
           }
         }
@@ -249,13 +311,14 @@ struct Bracket {
 
   __device__ __forceinline__ List list(float none) const { return List{sums, lists, units, room, none}; }
 
-  // The key from which on there are `k` elements; false if the lists do not tell.
+  // The key from which on there are `k` elements, the least one if there are fewer; false if the lists do not tell.
   __device__ __forceinline__ bool kth(Exchange& ex, Search& search, const Totals& all, u32 k, i32& from) {
     const i32 end = min(hi, all.max + 1);
     bool beyond = true;
+    from = lo;
     if (all.complete && all.over < k && lo < end)
       from = search.run_apart<false, true>(list(not_a_number()), ex, lo, end, double(k), double(all.over), beyond);
-    return !beyond;
+    return !beyond || all.complete && lo == kLeast && all.over < k;
   }
 
   // What passes of each unit, in place of `above`; returns the sum of all, and of the units before this thread's.

@@ -9,10 +9,10 @@
 // grid   (rows * C)       a cluster of C blocks (a power of two up to 8; 1 below sm_90) per row
 // block  512
 // smem   static           1.2 KB; with filters SearchSmem, 8.3 KB
-//        dynamic          kResident: the row (rows.cuh); else sample of weights, renorm: lists (bracket.cuh), or none
+//        dynamic          kResident: the row (rows.cuh); else sample of weights, renorm, mask: lists (bracket.cuh), or none
 // needs  sm_80; clusters from sm_90
 //
-// reads  x, once where kResident; with lists once, and for renorm once more
+// reads  x, once where kResident; with lists once, and for renorm and mask once more
 // writes out, valid; a row that is no distribution: token 0 and valid 0, or NaN
 // twins  src/cpu/sampling.rs, src/reference/sampling.rs. Draws are equal but where two sums in different orders put `u`
 //        on different sides of an element's edge (relative 1e-7); so also, where filters are in use, those of a row with lists and
@@ -138,27 +138,32 @@ struct Wanted {
   bool by_k, by_p, joint;
 };
 
-// One read of a row of weights, with a list of what may be near the cutoff.
-template <bool kTopK, bool kTopP, class R, class M>
-__device__ __forceinline__ void read_once(const R& row, Bracket& bracket, const Wanted& w, M meanwhile) {
+// One read of a row, with a list of what may be near the cutoff; false, and no read, if no list would hold it.
+template <bool kTopK, bool kTopP, class R, class B, class M>
+__device__ __forceinline__ bool read_once(const R& row, B& bracket, const Wanted& w, M meanwhile) {
+  bool listed = true;
   cluster_arrive();
   __syncthreads(); // bins are 0
-  if (w.by_k || w.by_p) {
+  if (w.by_k || w.by_p || w.min_p > 0.f) {
     bracket.sample(row.p, row.n, meanwhile);
     if (kTopK && w.by_k) bracket.guess_count(w.k);
-    else bracket.guess_mass(1.f - w.top_p, row.n); // weights sum to 1, mostly
+    else if (kTopP && w.by_p) bracket.guess_mass(1.f - w.top_p); // weights sum to 1, mostly
+    else listed = bracket.guess_share(w.min_p);
   } else if (threadIdx.x == 0) {
     meanwhile();
   }
   cluster_wait(); // all blocks have begun
-  bracket.read<kTopK>(row);
+  if (!listed) return false;
+  if (!kTopK && !kTopP && w.min_p == 0.f) bracket.template read<false, false>(row);
+  else bracket.template read<kTopK, true>(row);
   cluster_sync(cluster_size());
+  return true;
 }
 
 // What passes is at or above the cutoff; false if the lists do not tell. For the leader, and a row that is a distribution.
 template <bool kTopK, bool kTopP>
-__device__ __forceinline__ bool listed_cutoff(Exchange& ex, Search& search, Bracket& bracket, const Wanted& w, const Bracket::Totals& all,
-                                              float& cutoff) {
+__device__ __forceinline__ bool listed_cutoff(Exchange& ex, Search& search, Bracket<false>& bracket, const Wanted& w,
+                                              const Bracket<false>::Totals& all, float& cutoff) {
   cutoff = kPositive;
   if (!all.complete) return false;
   if constexpr (kTopK || kTopP) {
@@ -177,6 +182,7 @@ __device__ __forceinline__ bool listed_cutoff(Exchange& ex, Search& search, Brac
     if (kTopP && w.by_p && target < mass) {
       // Subnormals have no place in the search for a mass.
       const i32 end = min(bracket.hi, all.max + 1);
+      from = max(from, 0x00800000);
       if (all.above >= target || from >= end || all.max < 0x21800000) return false; // 2^-60
       bool beyond;
       from = search.run_apart<true, true>(bracket.list(0.f), ex, from, end, target, all.above, beyond);
@@ -195,11 +201,11 @@ __device__ __forceinline__ bool listed_cutoff(Exchange& ex, Search& search, Brac
 
 // A draw from one read of a row of weights, if the lists tell what passes. `settle(valid)` and `found(place)` are called for it.
 template <bool kTopK, bool kTopP, class R, class M, class S, class F>
-__device__ __forceinline__ bool sample_once(const R& row, Exchange& ex, Search& search, Bracket& bracket, const Wanted& w, const float& u,
-                                            M meanwhile, S settle, F found) {
-  read_once<kTopK, kTopP>(row, bracket, w, meanwhile);
+__device__ __forceinline__ bool sample_once(const R& row, Exchange& ex, Search& search, Bracket<false>& bracket, const Wanted& w,
+                                            const float& u, M meanwhile, S settle, F found) {
+  if (!read_once<kTopK, kTopP>(row, bracket, w, meanwhile)) return false;
   if (ex.rank == 0) {
-    const Bracket::Totals all = bracket.totals(ex);
+    const Bracket<false>::Totals all = bracket.totals(ex);
     const bool valid = all.mass > 0.0 && all.mass < double(infinity());
     float cutoff;
     const bool known = valid && listed_cutoff<kTopK, kTopP>(ex, search, bracket, w, all, cutoff);
@@ -247,8 +253,8 @@ __global__ void __launch_bounds__(kThreads, kResident ? kBlocks : 2) sample(cons
   auto finite = [](double mass) { return mass > 0.0 && mass < double(infinity()); };
 
   if constexpr (!kLogits && !kResident) {
-    Bracket bracket;
-    if ((by_k || by_p || min_p == 0.f) && bracket.open(dynamic_smem(), p.n)) {
+    Bracket<false> bracket;
+    if (bracket.open(dynamic_smem(), p.n)) {
       const Wanted wanted{k, top_p, min_p, by_k, by_p, p.joint != 0};
       if (sample_once<kTopK, kTopP>(row, ex, search, bracket, wanted, u, draw_u, settle, found)) return;
       if (kFilter) search.open(search.s);
@@ -352,12 +358,12 @@ __global__ void __launch_bounds__(kThreads, kResident ? kBlocks : 2) renorm(cons
   double mass = 0.0;
   bool known = false;
   if constexpr (!kResident) {
-    Bracket bracket;
+    Bracket<false> bracket;
     if (bracket.open(dynamic_smem(), p.n)) {
       const Wanted w{k, top_p, 0.f, by_k, by_p, false};
       read_once<kTopK, !kTopK>(row, bracket, w, [] {});
       if (ex.rank == 0) {
-        const Bracket::Totals all = bracket.totals(ex);
+        const Bracket<false>::Totals all = bracket.totals(ex);
         mass = all.mass;
         cutoff = -infinity(); // of a row that is none all become NaN
         known = !(mass > 0.0 && mass < double(infinity()));
@@ -414,7 +420,24 @@ __global__ void __launch_bounds__(kThreads, kResident ? kBlocks : 2) mask(const 
 
   const u32 k = p.top_k.get(r);
   float cutoff = -infinity();
-  if (k < p.n) {
+  bool known = k >= p.n;
+  if constexpr (!kResident) {
+    Bracket<true> bracket;
+    if (!known && bracket.open(dynamic_smem(), p.n)) {
+      read_once<true, false>(row, bracket, Wanted{k, 1.f, 0.f, true, false, false}, [] {});
+      if (ex.rank == 0) {
+        const Bracket<true>::Totals all = bracket.totals(ex);
+        i32 from = kLeastKey;
+        known = all.mass == all.mass && bracket.kth(ex, search, all, k, from); // a NaN has no place in the order
+        bracket.tell(ex, known, unorder(from), 0.0);
+      }
+      cluster_sync(ex.size);
+      known = bracket.s->answer;
+      cutoff = bracket.s->cutoff;
+      if (!known) search.open(&search_smem);
+    }
+  }
+  if (!known) {
     const float own = row.max();
     const i32 bound = k <= kThreads ? reached_by(k, own) : kLeastKey;
     const Record all = ex.all(0.0, order(own), 0, bound);

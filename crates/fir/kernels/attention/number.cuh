@@ -113,20 +113,26 @@ __device__ __forceinline__ float load_one(const unsigned char* row, int i, const
   }
 }
 
+/// `kCount` (1, 2 or 4) words from an address aligned to as many.
+template <int kCount>
+__device__ __forceinline__ void load_words(const unsigned char* p, unsigned (&w)[kCount]) {
+  if constexpr (kCount == 1) {
+    w[0] = *reinterpret_cast<const unsigned*>(p);
+  } else if constexpr (kCount == 2) {
+    const uint2 v = *reinterpret_cast<const uint2*>(p);
+    w[0] = v.x, w[1] = v.y;
+  } else {
+    const uint4 v = *reinterpret_cast<const uint4*>(p);
+    w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
+  }
+}
+
 /// `kCount` (2, 4 or 8) numbers from an address aligned to as many elements.
 template <class T, int kCount>
 __device__ __forceinline__ void load_some(const unsigned char* p, float (&x)[kCount]) {
   if constexpr (T::kBits == 16) {
     unsigned w[kCount / 2];
-    if constexpr (kCount == 2) {
-      w[0] = *reinterpret_cast<const unsigned*>(p);
-    } else if constexpr (kCount == 4) {
-      const uint2 v = *reinterpret_cast<const uint2*>(p);
-      w[0] = v.x, w[1] = v.y;
-    } else {
-      const uint4 v = *reinterpret_cast<const uint4*>(p);
-      w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
-    }
+    load_words(p, w);
 #pragma unroll
     for (int i = 0; i < kCount / 2; ++i) unpack2<T>(w[i], x[2 * i], x[2 * i + 1]);
   } else {

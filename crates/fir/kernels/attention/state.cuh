@@ -184,6 +184,9 @@ __device__ __forceinline__ void merge_parts(const OutParams& out, const typename
     float m = neg_inf(), d = 0.0f, o[kCount];
 #pragma unroll
     for (int i = 0; i < kCount; ++i) o[i] = 0.0f;
+    const float2* md_from = out.partial_md + merge.first + row;
+    const float* from = out.partial_o + (static_cast<long long>(merge.first) + row) * dim + column;
+    const long long step = merge.stride;
     for (int first = 0; first < merge.parts; first += kAhead) {
       float2 md[kAhead];
       float x[kAhead][kCount];
@@ -193,9 +196,7 @@ __device__ __forceinline__ void merge_parts(const OutParams& out, const typename
 #pragma unroll
         for (int j = 0; j < kCount; ++j) x[i][j] = 0.0f;
         if (first + i < merge.parts) {
-          const long long at = merge.first + static_cast<long long>(first + i) * merge.stride + row;
-          md[i] = __ldcg(out.partial_md + at);
-          const float* from = out.partial_o + at * dim + column;
+          md[i] = __ldcg(md_from);
           if constexpr (kCount == 4) {
             const float4 v = __ldcg(reinterpret_cast<const float4*>(from));
             x[i][0] = v.x, x[i][1] = v.y, x[i][2] = v.z, x[i][3] = v.w;
@@ -203,6 +204,7 @@ __device__ __forceinline__ void merge_parts(const OutParams& out, const typename
 #pragma unroll
             for (int j = 0; j < kCount; ++j) x[i][j] = __ldcg(from + j);
           }
+          md_from += step, from += step * dim;
         }
       }
       float top = m;
