@@ -3,7 +3,8 @@
 // warp 0   units, told two ahead of the one that runs, and q: what a unit is (a ticket, its item, its pages) takes three
 //          loads that wait for each other, longer than a tile
 // boxes    warp 1 brings keys, warp 2 values by TMA; warp 3 looks after values
-// rows     warps 1 and 2 bring both by cp.async, where no box lies in one page
+// rows     where no box lies in one page, warpgroup 3 (of 256 columns warps 1 and 2) brings both by cp.async
+// e4m3     warpgroup 3 makes values f16, and looks after them
 //
 // A stage is filled when both other warpgroups have given it back.
 //
@@ -69,10 +70,11 @@ __device__ __forceinline__ void bring_units(const Sm90Params<typename C::Variant
     if (head_before >= 0) {
       empty();
       if (lane == 0) {
-        barrier_expect(pipe.q_full(qs.stage), all.box_tokens * p.group * C::kDimQk * 2);
+        barrier_expect(pipe.q_full(qs.stage), all.box_tokens * p.group * C::kRowBytes);
 #pragma unroll
-        for (int i = 0; i < C::kDimQk / 64; ++i) {
-          tma_load(pipe.base + C::kQ + qs.stage * C::kQBytes + i * C::kRows * 128, &all.q, pipe.q_full(qs.stage), i * 64, head_before * p.group, q_before);
+        for (int i = 0; i < C::kRowBytes / 128; ++i) {
+          tma_load(pipe.base + C::kQ + qs.stage * C::kQBytes + i * C::kRows * 128, &all.q, pipe.q_full(qs.stage), i * (1024 / C::Key::kBits), head_before * p.group,
+                   q_before);
         }
       }
       qs.next();
@@ -119,7 +121,8 @@ struct Tiles {
 /// Warp 1, keys, or warp 2, values: boxes by TMA, a lane's each. A warp for each, as boxes of small pages are many.
 template <class C, bool kKeys>
 __device__ __forceinline__ void bring_boxes(const Sm90Params<typename C::Variant>& all, const Sm90Pipe<C>& pipe, const unsigned char* shared) {
-  constexpr int kDim = kKeys ? C::kDimQk : C::kDimVo;
+  constexpr int kBytes = (kKeys ? C::kDimQk : C::kDimVo) * C::Key::kBits / 8;
+  constexpr int kTo = kKeys ? C::kK : C::kWiden ? C::kRaw : C::kV, kStage = kKeys ? C::kKBytes : C::kWiden ? C::kRawBytes : C::kVBytes;
   const auto& kv = all.common.kv;
   const TensorMap *map = kKeys ? &all.k : &all.v, *tail = kKeys ? &all.k_tail : &all.v_tail;
   const int lane = threadIdx.x & 31, boxes = C::kTile / all.box_rows, first = lane * all.box_rows;
@@ -141,16 +144,16 @@ __device__ __forceinline__ void bring_boxes(const Sm90Params<typename C::Variant
     more = tiles.next();
     if (more) look();
     const unsigned full = kKeys ? pipe.k_full(ring.stage) : pipe.v_full(ring.stage);
-    barrier_wait(kKeys ? pipe.k_empty(ring.stage) : pipe.v_empty(ring.stage), ring.phase ^ 1);
-    if (lane == 0) barrier_expect(full, here * all.box_rows * kDim * 2);
+    barrier_wait(kKeys ? pipe.k_empty(ring.stage) : C::kWiden ? pipe.raw_empty(ring.stage) : pipe.v_empty(ring.stage), ring.phase ^ 1);
+    if (lane == 0) barrier_expect(full, here * all.box_rows * kBytes);
     __syncwarp();
     if (lane < here) {
       const int row = int(slot), group = int(page) * (kKeys ? all.k_page : all.v_page) + (row >> 3);
-      const unsigned to = pipe.base + (kKeys ? C::kK + ring.stage * C::kKBytes : C::kV + ring.stage * C::kVBytes) + first * kDim * 2;
+      const unsigned to = pipe.base + kTo + ring.stage * kStage + first * kBytes;
       if (group + all.box_rows / 8 <= all.groups) {
         tma_load(to, map, full, 0, row & 7, 0, group, head);
       } else {
-        for (int i = 0; i < all.box_rows; i += 8) tma_load(to + i * kDim * 2, tail, full, 0, row + i, 0, 0, head);
+        for (int i = 0; i < all.box_rows; i += 8) tma_load(to + i * kBytes, tail, full, 0, row + i, 0, 0, head);
       }
     }
     ring.next();
@@ -217,57 +220,95 @@ __device__ __forceinline__ void keep_values(const Sm90Pipe<C>& pipe, unsigned ch
   }
 }
 
-/// Warps 1 and 2: rows one by one, by cp.async, half of a tile's each. No copy is waited for: it says itself that it is done.
+/// Warpgroup 3, where values are e4m3: they become f16 in which they are exact, so that weights need not be rounded to e4m3 too.
+/// Rows past the end become zeros; and are there any that a mask may hide from some rows and that are not finite?
+template <class C>
+__device__ __forceinline__ void widen_values(const Sm90Pipe<C>& pipe, unsigned char* shared) {
+  constexpr int kPieces = C::kDimVo / 8, kTogether = 32 / kPieces, kSteps = 8 / kTogether;  // 8 values of a row; rows of a warp
+  const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x / 32, 0) & 3, row = lane / kPieces, piece = lane % kPieces;
+  // Those of row `i kTogether + row` of 8 rows: the swizzle of rows 0.. with i's bits changed.
+  const unsigned from = GroupedRows<C::kDimVo>::offset(row, piece >> 1) + (piece & 1) * 8, to = GroupedRows<C::kDimVo * 2>::offset(row, piece);
+  Tiles<C> tiles(pipe, shared);
+  Ring<C::kStages> ring;
+  while (tiles.next()) {
+    const int valid = tiles.end - tiles.pos;
+    const bool masked = tiles.pos + C::kTile > tiles.full_end;
+    bool strange = false;
+    barrier_wait(pipe.v_full(ring.stage), ring.phase);
+    barrier_wait(pipe.v_empty(ring.stage), ring.phase ^ 1);
+#pragma unroll 1
+    for (int group = warp; group < C::kTile / 8; group += 4) {
+      const unsigned char* raw = shared + C::kRaw + ring.stage * C::kRawBytes + group * C::kDimVo * 8;
+      unsigned char* wide = shared + C::kV + ring.stage * C::kVBytes + group * C::kDimVo * 16;
+      uint2 x[kSteps];
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) x[i] = *reinterpret_cast<const uint2*>(raw + i * kTogether * 128 + (from ^ (i * kTogether << 4)));
+      if (masked) {
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) {
+          if (group * 8 + i * kTogether + row >= valid) x[i] = make_uint2(0, 0);
+          if constexpr (C::Variant::kHasMask) strange |= (not_finite<E4m3>(x[i].x) | not_finite<E4m3>(x[i].y)) != 0;
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        uint4 y;
+        fp8x4_to_f16x4<E4m3>(x[i].x, y.x, y.y);
+        fp8x4_to_f16x4<E4m3>(x[i].y, y.z, y.w);
+        *reinterpret_cast<uint4*>(wide + i * kTogether * 128 + (to ^ (i * kTogether << 4))) = y;
+      }
+    }
+    if (masked) {
+      strange = __any_sync(~0u, strange);
+      if (lane == 0) (shared + C::kStrange)[ring.stage * 4 + warp] = strange;
+    }
+    fence_async_proxy();
+    __syncwarp();
+    if (lane == 0) {
+      barrier_arrive(pipe.raw_empty(ring.stage));
+      barrier_arrive(pipe.v_ready(ring.stage));
+    }
+    ring.next();
+  }
+}
+
+/// Warpgroup 3, of 256 columns warps 1 and 2: rows one by one, by cp.async. Four warps, as all parts of the multiprocessor then have as
+/// much of it (4 x 4096 at page 1: 583 TFLOP/s, by two 469). No copy is waited for: it says itself that it is done.
 template <class C>
 __device__ __forceinline__ void bring_rows(const Sm90Params<typename C::Variant>& all, const Sm90Pipe<C>& pipe, unsigned char* shared) {
   const auto& kv = all.common.kv;
-  const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x / 32, 0) - 1;
-  constexpr int kMine = C::kTile / 2;  // rows of a warp: 32 or 64
+  const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x / 32, 0) - (C::kFourth ? 12 : 1);
+  constexpr int kMine = C::kTile / C::kCopyWarps;  // rows of a warp: 16 or 32
   const int own = warp * kMine;
   Tiles<C> tiles(pipe, shared);
   Ring<C::kStages> ring;
-  // This lane's entries of the page table, of rows `lane` and 32 + `lane` of the warp's, asked for a tile ahead; then where those rows
-  // are, in 16-byte units.
-  constexpr int kEntries = kMine / 32;
-  int next[kEntries] = {};
-  unsigned k_at[kEntries] = {}, v_at[kEntries] = {};
-  auto row_of = [&](int i) { return min(tiles.pos + own + 32 * i + lane, tiles.end - 1); };
-  auto look = [&] {
-#pragma unroll
-    for (int i = 0; i < kEntries; ++i) next[i] = kv.entry(tiles.start, row_of(i));
-  };
+  // This lane's entry of the page table, asked for a tile ahead; then where its row is, in 16-byte units.
+  int next = 0;
+  auto row_of = [&] { return min(tiles.pos + own + (lane & (kMine - 1)), tiles.end - 1); };
+  auto look = [&] { next = kv.entry(tiles.start, row_of()); };
   // Eight lanes bring 128 bytes of a row: a line of the cache is asked for once.
-  auto copy = [&](auto dims, const unsigned* where, const KvTensor& t, int head, int valid, unsigned to) {
+  auto copy = [&](auto dims, unsigned where, const KvTensor& t, int head, int valid, unsigned to) {
     constexpr int kDim = decltype(dims)::value;
     const int first = own + (lane >> 3), chunk = lane & 7;
     const unsigned char* from = t.data + head * t.head + chunk * 16;
-    const unsigned at[2] = {to + GroupedRows<kDim>::offset(first, chunk), to + GroupedRows<kDim>::offset(first + 4, chunk)};
-    auto some = [&](auto part) {
-      constexpr int kFrom = 32 * decltype(part)::value;
+    const unsigned at[2] = {to + GroupedRows<kDim * 2>::offset(first, chunk), to + GroupedRows<kDim * 2>::offset(first + 4, chunk)};
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const unsigned char* source = from + __shfl_sync(~0u, where[kFrom / 32], 4 * i + (lane >> 3)) * 16ull;
-        const unsigned bytes = first + kFrom + 4 * i < valid ? 16 : 0;
+    for (int i = 0; i < kMine / 4; ++i) {
+      const unsigned char* source = from + __shfl_sync(~0u, where, 4 * i + (lane >> 3)) * 16ull;
+      const unsigned bytes = first + 4 * i < valid ? 16 : 0;
 #pragma unroll
-        for (int j = 0; j < kDim / 64; ++j)
-          cp_async_16(at[i & 1] + (kFrom / 8 + i / 2) * kDim * 16 + j * 1024, source + j * 128, bytes);
-      }
-    };
-    some(Number<0>{});
-    if constexpr (kEntries > 1) some(Number<1>{});
+      for (int j = 0; j < kDim / 64; ++j) cp_async_16(at[i & 1] + i / 2 * kDim * 16 + j * 1024, source + j * 128, bytes);
+    }
   };
   bool more = tiles.next();
   if (more) look();
 #pragma unroll 1
   while (more) {
-#pragma unroll
-    for (int i = 0; i < kEntries; ++i) {
-      unsigned page;
-      long long slot;
-      kv.place(next[i], row_of(i), page, slot);
-      k_at[i] = unsigned(static_cast<unsigned long long>(row_offset(kv.k, page, slot)) >> 4);
-      v_at[i] = unsigned(static_cast<unsigned long long>(row_offset(kv.v, page, slot)) >> 4);
-    }
+    unsigned page;
+    long long slot;
+    kv.place(next, row_of(), page, slot);
+    const unsigned k_at = unsigned(static_cast<unsigned long long>(row_offset(kv.k, page, slot)) >> 4);
+    const unsigned v_at = unsigned(static_cast<unsigned long long>(row_offset(kv.v, page, slot)) >> 4);
     const int head = tiles.head, valid = tiles.end - tiles.pos;
     more = tiles.next();
     if (more) look();

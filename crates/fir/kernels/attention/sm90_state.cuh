@@ -131,8 +131,10 @@ struct Sm90State {
       float dot = 0.0f;
 #pragma unroll 1
       for (int e = 0; e < C::kDimQk; ++e) {
-        dot += load_one<typename C::Type>(q + (e >> 6) * C::kRows * 128 + row * 128 + ((((e >> 3) ^ row) & 7) << 4), e & 7) *
-               load_one<typename C::Type>(keys + GroupedRows<C::kDimQk>::offset(column, e >> 3), e & 7);
+        constexpr int kPer = 128 / C::Key::kBits;  // elements of 16 bytes
+        const int chunk = e / kPer;
+        dot += load_one<typename C::Key>(q + (chunk >> 3) * C::kRows * 128 + row * 128 + (((chunk ^ row) & 7) << 4), e % kPer) *
+               load_one<typename C::Key>(keys + GroupedRows<C::kRowBytes>::offset(column, chunk), e % kPer);
       }
       x[i] = dot;
     }
