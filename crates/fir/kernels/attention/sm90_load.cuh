@@ -121,13 +121,14 @@ struct Tiles {
 /// Warp 1, keys, or warp 2, values: boxes by TMA, a lane's each. A warp for each, as boxes of small pages are many.
 template <class C, bool kKeys>
 __device__ __forceinline__ void bring_boxes(const Sm90Params<typename C::Variant>& all, const Sm90Pipe<C>& pipe, const unsigned char* shared) {
-  constexpr int kBytes = (kKeys ? C::kDimQk : C::kDimVo) * C::Key::kBits / 8;
-  constexpr int kTo = kKeys ? C::kK : C::kWiden ? C::kRaw : C::kV, kStage = kKeys ? C::kKBytes : C::kWiden ? C::kRawBytes : C::kVBytes;
+  constexpr bool kRaw = kKeys ? C::kWidenKeys : C::kWiden;
+  constexpr int kBytes = (kKeys ? C::kDimQk : C::kDimVo) * C::Kv::kBits / 8;
+  constexpr int kTo = kRaw ? (kKeys ? C::kRawKeys : C::kRaw) : kKeys ? C::kK : C::kV, kStage = C::kTile * kBytes;
   const auto& kv = all.common.kv;
   const TensorMap *map = kKeys ? &all.k : &all.v, *tail = kKeys ? &all.k_tail : &all.v_tail;
   const int lane = threadIdx.x & 31, boxes = C::kTile / all.box_rows, first = lane * all.box_rows;
   Tiles<C> tiles(pipe, shared);
-  Ring<C::kStages> ring;
+  Ring<kRaw ? C::kRawStages : C::kStages> ring;
   // This lane's entry of the page table, asked for a tile ahead.
   int entry = 0;
   auto look = [&] {
@@ -143,8 +144,9 @@ __device__ __forceinline__ void bring_boxes(const Sm90Params<typename C::Variant
     const int head = tiles.head, here = min(boxes, (tiles.end - tiles.pos + all.box_rows - 1) / all.box_rows);
     more = tiles.next();
     if (more) look();
-    const unsigned full = kKeys ? pipe.k_full(ring.stage) : pipe.v_full(ring.stage);
-    barrier_wait(kKeys ? pipe.k_empty(ring.stage) : C::kWiden ? pipe.raw_empty(ring.stage) : pipe.v_empty(ring.stage), ring.phase ^ 1);
+    const unsigned full = !kKeys ? pipe.v_full(ring.stage) : kRaw ? pipe.k_raw_full(ring.stage) : pipe.k_full(ring.stage);
+    const unsigned empty = kKeys ? (kRaw ? pipe.k_raw_empty(ring.stage) : pipe.k_empty(ring.stage)) : kRaw ? pipe.raw_empty(ring.stage) : pipe.v_empty(ring.stage);
+    barrier_wait(empty, ring.phase ^ 1);
     if (lane == 0) barrier_expect(full, here * all.box_rows * kBytes);
     __syncwarp();
     if (lane < here) {
@@ -220,55 +222,77 @@ __device__ __forceinline__ void keep_values(const Sm90Pipe<C>& pipe, unsigned ch
   }
 }
 
-/// Warpgroup 3, where values are e4m3: they become f16 in which they are exact, so that weights need not be rounded to e4m3 too.
-/// Rows past the end become zeros; and are there any that a mask may hide from some rows and that are not finite?
-template <class C>
-__device__ __forceinline__ void widen_values(const Sm90Pipe<C>& pipe, unsigned char* shared) {
-  constexpr int kPieces = C::kDimVo / 8, kTogether = 32 / kPieces, kSteps = 8 / kTogether;  // 8 values of a row; rows of a warp
-  const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x / 32, 0) & 3, row = lane / kPieces, piece = lane % kPieces;
+/// Two numbers of f16 as two of T.
+template <class T>
+__device__ __forceinline__ u32 from_f16x2(u32 x) {
+  if constexpr (Same<T, F16>::value) return x;
+  float lo, hi;
+  unpack2<F16>(x, lo, hi);
+  return pack2<T>(lo, hi);
+}
+
+/// A warp makes its rows of an e4m3 tile of kDim columns wider, in which they are exact: groups of 8 rows, a quarter of them. With `masked`,
+/// those from `valid` on become zeros. Whether it met something that is not finite, where it looked.
+template <class C, int kDim>
+__device__ __forceinline__ bool widen(const unsigned char* raw, unsigned char* wide, int warp, bool masked, int valid) {
+  constexpr int kPieces = kDim / 8, kTogether = 32 / kPieces, kSteps = 8 / kTogether;  // 8 numbers of a row; rows of a warp
+  const int lane = threadIdx.x & 31, row = lane / kPieces, piece = lane % kPieces;
   // Those of row `i kTogether + row` of 8 rows: the swizzle of rows 0.. with i's bits changed.
-  const unsigned from = GroupedRows<C::kDimVo>::offset(row, piece >> 1) + (piece & 1) * 8, to = GroupedRows<C::kDimVo * 2>::offset(row, piece);
-  Tiles<C> tiles(pipe, shared);
-  Ring<C::kStages> ring;
-  while (tiles.next()) {
-    const int valid = tiles.end - tiles.pos;
-    const bool masked = tiles.pos + C::kTile > tiles.full_end;
-    bool strange = false;
-    barrier_wait(pipe.v_full(ring.stage), ring.phase);
-    barrier_wait(pipe.v_empty(ring.stage), ring.phase ^ 1);
+  const unsigned from = GroupedRows<kDim>::offset(row, piece >> 1) + (piece & 1) * 8, to = GroupedRows<kDim * 2>::offset(row, piece);
+  bool strange = false;
 #pragma unroll 1
-    for (int group = warp; group < C::kTile / 8; group += 4) {
-      const unsigned char* raw = shared + C::kRaw + ring.stage * C::kRawBytes + group * C::kDimVo * 8;
-      unsigned char* wide = shared + C::kV + ring.stage * C::kVBytes + group * C::kDimVo * 16;
-      uint2 x[kSteps];
+  for (int group = warp; group < C::kTile / 8; group += 4) {
+    uint2 x[kSteps];
 #pragma unroll
-      for (int i = 0; i < kSteps; ++i) x[i] = *reinterpret_cast<const uint2*>(raw + i * kTogether * 128 + (from ^ (i * kTogether << 4)));
-      if (masked) {
-#pragma unroll
-        for (int i = 0; i < kSteps; ++i) {
-          if (group * 8 + i * kTogether + row >= valid) x[i] = make_uint2(0, 0);
-          if constexpr (C::Variant::kHasMask) strange |= (not_finite<E4m3>(x[i].x) | not_finite<E4m3>(x[i].y)) != 0;
-        }
-      }
+    for (int i = 0; i < kSteps; ++i) x[i] = *reinterpret_cast<const uint2*>(raw + group * kDim * 8 + i * kTogether * 128 + (from ^ (i * kTogether << 4)));
+    if (masked) {
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
-        uint4 y;
-        fp8x4_to_f16x4<E4m3>(x[i].x, y.x, y.y);
-        fp8x4_to_f16x4<E4m3>(x[i].y, y.z, y.w);
-        *reinterpret_cast<uint4*>(wide + i * kTogether * 128 + (to ^ (i * kTogether << 4))) = y;
+        if (group * 8 + i * kTogether + row >= valid) x[i] = make_uint2(0, 0);
+        if constexpr (C::Variant::kHasMask) strange |= (not_finite<E4m3>(x[i].x) | not_finite<E4m3>(x[i].y)) != 0;
       }
     }
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      u32 y[4];
+      fp8x4_to_f16x4<E4m3>(x[i].x, y[0], y[1]);
+      fp8x4_to_f16x4<E4m3>(x[i].y, y[2], y[3]);
+      *reinterpret_cast<uint4*>(wide + group * kDim * 16 + i * kTogether * 128 + (to ^ (i * kTogether << 4))) =
+          make_uint4(from_f16x2<typename C::Type>(y[0]), from_f16x2<typename C::Type>(y[1]), from_f16x2<typename C::Type>(y[2]), from_f16x2<typename C::Type>(y[3]));
+    }
+  }
+  return strange;
+}
+
+/// Warpgroup 3, where keys and values are e4m3: values become f16, or what q is, so that weights need not be rounded to e4m3; with q of
+/// 16 bits keys too. Rows of values past the end become zeros; and are there any that a mask may hide from some rows and that are not finite?
+template <class C>
+__device__ __forceinline__ void widen_tiles(const Sm90Pipe<C>& pipe, unsigned char* shared) {
+  const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x / 32, 0) & 3;
+  Tiles<C> tiles(pipe, shared);
+  Ring<C::kStages> ring;
+  Ring<C::kRawStages> raw;
+  while (tiles.next()) {
+    if constexpr (C::kWidenKeys) {
+      barrier_wait(pipe.k_raw_full(raw.stage), raw.phase);
+      barrier_wait(pipe.k_empty(ring.stage), ring.phase ^ 1);
+      widen<C, C::kDimQk>(shared + C::kRawKeys + raw.stage * C::kRawKeyBytes, shared + C::kK + ring.stage * C::kKBytes, warp, false, 0);
+      fence_async_proxy();
+      __syncwarp();
+      if (lane == 0) barrier_arrive(pipe.k_raw_empty(raw.stage)), barrier_arrive(pipe.k_full(ring.stage));
+    }
+    const bool masked = tiles.pos + C::kTile > tiles.full_end;
+    barrier_wait(pipe.v_full(raw.stage), raw.phase);
+    barrier_wait(pipe.v_empty(ring.stage), ring.phase ^ 1);
+    const bool strange = widen<C, C::kDimVo>(shared + C::kRaw + raw.stage * C::kRawBytes, shared + C::kV + ring.stage * C::kVBytes, warp, masked, tiles.end - tiles.pos);
     if (masked) {
-      strange = __any_sync(~0u, strange);
-      if (lane == 0) (shared + C::kStrange)[ring.stage * 4 + warp] = strange;
+      const bool any = __any_sync(~0u, strange);
+      if (lane == 0) (shared + C::kStrange)[ring.stage * 4 + warp] = any;
     }
     fence_async_proxy();
     __syncwarp();
-    if (lane == 0) {
-      barrier_arrive(pipe.raw_empty(ring.stage));
-      barrier_arrive(pipe.v_ready(ring.stage));
-    }
-    ring.next();
+    if (lane == 0) barrier_arrive(pipe.raw_empty(raw.stage)), barrier_arrive(pipe.v_ready(ring.stage));
+    ring.next(), raw.next();
   }
 }
 

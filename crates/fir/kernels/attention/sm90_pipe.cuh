@@ -34,28 +34,30 @@ struct alignas(64) Sm90Params {
   AttentionParams<Variant> common;
 };
 
-template <class T, class TO, int kDimQk_, int kDimVo_, class Variant_, int kTile_, int kQStages_, bool kGather_>
+template <class TQ, class TKV, class TO, int kDimQk_, int kDimVo_, class Variant_, int kTile_, int kQStages_, bool kGather_>
 struct Sm90Config {
-  /// What queries and keys are multiplied in, and weights and values.
-  using Key = T;
-  using Type = typename T::Mma;
+  /// What queries and keys are multiplied in, and weights and values; what keys and values come in.
+  using Key = TQ;
+  using Type = typename TQ::Mma;
+  using Kv = TKV;
   using Out = TO;
   using Variant = Variant_;
   static constexpr int kDimQk = kDimQk_, kDimVo = kDimVo_, kTile = kTile_, kQStages = kQStages_;
   static constexpr bool kGather = kGather_;
-  /// Values come as e4m3 and are made f16.
-  static constexpr bool kWiden = T::kBits == 8;
+  /// Values come as e4m3 and are made wider; keys too.
+  static constexpr bool kWiden = TKV::kBits == 8, kWidenKeys = kWiden && TQ::kBits == 16;
   /// Whether a warpgroup more has something to do. 512 threads begin with 128 registers each, which a product of 256 columns does not fit.
   static constexpr bool kFourth = (kGather || kWiden) && kDimVo < 256;
   static constexpr int kCopyWarps = kFourth ? 4 : 2;
   static constexpr int kRows = 128, kThreads = kFourth ? 512 : 384, kStages = 2, kUnitStages = 4;
-  static constexpr Wgmma kType = Same<Type, Bf16>::value ? Wgmma::kBf16 : Wgmma::kF16, kKeyType = kWiden ? Wgmma::kE4m3 : kType;
+  static constexpr Wgmma kType = Same<Type, Bf16>::value ? Wgmma::kBf16 : Wgmma::kF16, kKeyType = TQ::kBits == 8 ? Wgmma::kE4m3 : kType;
   /// Bytes of a row of q and of keys.
-  static constexpr int kRowBytes = kDimQk * T::kBits / 8;
+  static constexpr int kRowBytes = kDimQk * TQ::kBits / 8;
   /// The output stands where q was, and may be longer.
   static constexpr int kQBytes = kRows * (kRowBytes > kDimVo * 2 ? kRowBytes : kDimVo * 2), kKBytes = kTile * kRowBytes, kVBytes = kTile * kDimVo * 2;
-  /// Values as they come.
-  static constexpr int kRawBytes = kWiden ? kTile * kDimVo : 0;
+  /// Values as they come, and keys, of which there is room for one tile.
+  static constexpr int kRawStages = kWidenKeys ? 1 : kStages;
+  static constexpr int kRawBytes = kWiden ? kTile * kDimVo : 0, kRawKeyBytes = kWidenKeys ? kTile * kDimQk : 0;
   /// Hooks see every logit: scores become logits before the maximum is taken.
   static constexpr bool kEach = Variant_::kHasQuery || Variant_::kHasKey || Variant_::kHasLogits || !Variant_::kSoftmax;
   static constexpr bool kContexts = Variant_::kHasQuery || Variant_::kHasLogits || Variant_::kHasMask;
@@ -65,15 +67,17 @@ struct Sm90Config {
   static constexpr int kK = kQ + kQStages * kQBytes;
   static constexpr int kV = kK + kStages * kKBytes;
   static constexpr int kRaw = kV + kStages * kVBytes;
-  static constexpr int kBarriers = kRaw + kStages * kRawBytes;  // u64 [8 kStages + kUnitStages]
-  static constexpr int kUnits = kBarriers + 160;                // Sm90Unit [kUnitStages]
+  static constexpr int kRawKeys = kRaw + kRawStages * kRawBytes;
+  static constexpr int kBarriers = kRawKeys + kRawStages * kRawKeyBytes;  // u64 [10 kStages + kUnitStages]
+  static constexpr int kUnits = kBarriers + 192;                // Sm90Unit [kUnitStages]
   static constexpr int kStrange = kUnits + kUnitStages * 80;    // int [kStages]
   static constexpr int kFlag = kStrange + kStages * 16;         // int
   static constexpr int kRowContexts = kFlag + 16;               // RowContext [kUnitStages][kRows]
   static constexpr int kShared = kRowContexts + (kContexts ? kUnitStages * kRows * int(sizeof(RowContext)) : 0);
 
-  static_assert(T::kBits == 16 || (Same<T, E4m3>::value && kFourth && !kGather));
-  static_assert(kRowBytes % 128 == 0 && kDimVo * T::kBits % 1024 == 0 && kDimVo <= kDimQk && kDimQk <= 256);
+  static_assert(Same<TQ, TKV>::value || Same<TKV, E4m3>::value);
+  static_assert(TKV::kBits == 16 || (Same<TKV, E4m3>::value && kFourth && !kGather));
+  static_assert(kDimQk * TKV::kBits % 1024 == 0 && kDimVo * TKV::kBits % 1024 == 0 && kDimVo <= kDimQk && kDimQk <= 256);
   static_assert(kTile % 64 == 0 && kQStages <= 2 && kShared <= 232448);
   static_assert(!RopeOf<Variant_, false>::kOn && !RopeOf<Variant_, true>::kOn, "rotations are decode.cuh's and plain.cuh's");
 };
@@ -131,15 +135,19 @@ struct Sm90Pipe {
   __device__ __forceinline__ unsigned unit_full(int s) const { return barrier(7, s); }
   /// Keys have come, copied by threads.
   __device__ __forceinline__ unsigned k_copied(int s) const { return barrier(9, s); }
-  /// Of values that are made wider: they have come as `v_full` says; all have been read.
+  /// Of values that are made wider: they have come as `v_full` says; all have been read. The same of keys.
   __device__ __forceinline__ unsigned raw_empty(int s) const { return barrier(9, s); }
+  __device__ __forceinline__ unsigned k_raw_full(int s) const { return barrier(10, s); }
+  __device__ __forceinline__ unsigned k_raw_empty(int s) const { return barrier(11, s); }
 
   __device__ __forceinline__ void init() const {
     constexpr int kCopiers = C::kGather ? C::kCopyWarps * 32 : 1;  // threads that say that rows have come
     for (int s = 0; s < 2; ++s) {
       barrier_init(q_full(s), 1);
       barrier_init(q_empty(s), 8);
-      barrier_init(k_full(s), 1);
+      barrier_init(k_full(s), C::kWidenKeys ? 4 : 1);
+      barrier_init(k_raw_full(s), 1);
+      barrier_init(k_raw_empty(s), 4);
       barrier_init(k_copied(s), C::kWiden ? 4 : kCopiers);
       barrier_init(k_empty(s), 8);
       barrier_init(v_full(s), kCopiers);

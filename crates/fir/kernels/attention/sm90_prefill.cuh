@@ -210,12 +210,11 @@ __device__ __forceinline__ void consume(const Sm90Params<typename C::Variant>& a
           wgmma_wait<1>();
           if constexpr (kStale) {
             negate();
-            state.weigh(s, scale);
+            float sums[2];
+            state.weigh_and_add(s, scale, sums);
             wgmma_wait<0>();
             free(pipe.v_empty(vs.stage));
             vs.next();
-            float sums[2];
-            S::add_up(s, sums);
             if (__any_sync(~0u, state.is_lost(sums[0], 0) || state.is_lost(sums[1], 1))) {
               state.again(s, sums, shared + C::kQ + qs.stage * C::kQBytes + first_row * 128, shared + C::kK + ks.stage * C::kKBytes, factor);
             }
@@ -313,7 +312,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) prefill_sm90(const __grid_cons
     }
   } else if (C::kFourth && group == 3) {
     fewer_registers<C::kFourth ? 32 : 40>();
-    if constexpr (C::kWiden) widen_values(pipe, shared);
+    if constexpr (C::kWiden) widen_tiles(pipe, shared);
     else if constexpr (C::kGather) bring_rows(all, pipe, shared);
   } else {
     more_registers<C::kFourth ? 224 : 232>();
