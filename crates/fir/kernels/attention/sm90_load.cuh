@@ -4,7 +4,7 @@
 //          loads that wait for each other, longer than a tile
 // boxes    warp 1 brings keys, warp 2 values by TMA; warp 3 looks after values
 // rows     where no box lies in one page, warpgroup 3 (of 256 columns warps 1 and 2) brings both by cp.async
-// e4m3     warpgroup 3 makes values f16, and looks after them
+// e4m3     warpgroup 3 makes keys and values wider, and looks after them
 //
 // A stage is filled when both other warpgroups have given it back.
 //
@@ -145,8 +145,9 @@ __device__ __forceinline__ void bring_boxes(const Sm90Params<typename C::Variant
     more = tiles.next();
     if (more) look();
     const unsigned full = !kKeys ? pipe.v_full(ring.stage) : kRaw ? pipe.k_raw_full(ring.stage) : pipe.k_full(ring.stage);
-    const unsigned empty = kKeys ? (kRaw ? pipe.k_raw_empty(ring.stage) : pipe.k_empty(ring.stage)) : kRaw ? pipe.raw_empty(ring.stage) : pipe.v_empty(ring.stage);
-    barrier_wait(empty, ring.phase ^ 1);
+    const unsigned k_empty = kRaw ? pipe.k_raw_empty(ring.stage) : pipe.k_empty(ring.stage);
+    const unsigned v_empty = kRaw ? pipe.raw_empty(ring.stage) : pipe.v_empty(ring.stage);
+    barrier_wait(kKeys ? k_empty : v_empty, ring.phase ^ 1);
     if (lane == 0) barrier_expect(full, here * all.box_rows * kBytes);
     __syncwarp();
     if (lane < here) {
@@ -257,8 +258,9 @@ __device__ __forceinline__ bool widen(const unsigned char* raw, unsigned char* w
       u32 y[4];
       fp8x4_to_f16x4<E4m3>(x[i].x, y[0], y[1]);
       fp8x4_to_f16x4<E4m3>(x[i].y, y[2], y[3]);
-      *reinterpret_cast<uint4*>(wide + group * kDim * 16 + i * kTogether * 128 + (to ^ (i * kTogether << 4))) =
-          make_uint4(from_f16x2<typename C::Type>(y[0]), from_f16x2<typename C::Type>(y[1]), from_f16x2<typename C::Type>(y[2]), from_f16x2<typename C::Type>(y[3]));
+#pragma unroll
+      for (u32& pair : y) pair = from_f16x2<typename C::Type>(pair);
+      *reinterpret_cast<uint4*>(wide + group * kDim * 16 + i * kTogether * 128 + (to ^ (i * kTogether << 4))) = make_uint4(y[0], y[1], y[2], y[3]);
     }
   }
   return strange;
@@ -284,7 +286,8 @@ __device__ __forceinline__ void widen_tiles(const Sm90Pipe<C>& pipe, unsigned ch
     const bool masked = tiles.pos + C::kTile > tiles.full_end;
     barrier_wait(pipe.v_full(raw.stage), raw.phase);
     barrier_wait(pipe.v_empty(ring.stage), ring.phase ^ 1);
-    const bool strange = widen<C, C::kDimVo>(shared + C::kRaw + raw.stage * C::kRawBytes, shared + C::kV + ring.stage * C::kVBytes, warp, masked, tiles.end - tiles.pos);
+    unsigned char* values = shared + C::kV + ring.stage * C::kVBytes;
+    const bool strange = widen<C, C::kDimVo>(shared + C::kRaw + raw.stage * C::kRawBytes, values, warp, masked, tiles.end - tiles.pos);
     if (masked) {
       const bool any = __any_sync(~0u, strange);
       if (lane == 0) (shared + C::kStrange)[ring.stage * 4 + warp] = any;
@@ -297,7 +300,7 @@ __device__ __forceinline__ void widen_tiles(const Sm90Pipe<C>& pipe, unsigned ch
 }
 
 /// Warpgroup 3, of 256 columns warps 1 and 2: rows one by one, by cp.async. Four warps, as all parts of the multiprocessor then have as
-/// much of it (4 x 4096 at page 1: 583 TFLOP/s, by two 469). No copy is waited for: it says itself that it is done.
+/// much of it (4 x 4096 at page 1: 591 TFLOP/s, by two 469). No copy is waited for: it says itself that it is done.
 template <class C>
 __device__ __forceinline__ void bring_rows(const Sm90Params<typename C::Variant>& all, const Sm90Pipe<C>& pipe, unsigned char* shared) {
   const auto& kv = all.common.kv;

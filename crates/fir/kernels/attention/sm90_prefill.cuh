@@ -6,15 +6,16 @@
 // grid   (blocks)   persistent, one per multiprocessor; block b takes unit b, then the next that nobody took. A unit is
 //                   a KV head of an item; items come longest first, `heads_at_once` heads of all items at a time
 // block  384        warpgroup 0 brings q, keys and values, and the output out; warpgroups 1 and 2 own 64 rows of the tile each
-//        512        of rows that are gathered: warpgroup 3 brings keys and values; of e4m3: it makes values f16
-// smem   q of kQStages units, 2 x kTile keys, 2 x kTile values, all in rows of 128 swizzled bytes; e4m3: 2 x kTile values as they come;
+//        512        of rows that are gathered: warpgroup 3 brings keys and values; of e4m3: it makes them wider
+// smem   q of kQStages units, 2 x kTile keys, 2 x kTile values, all in rows of 128 swizzled bytes; e4m3: tiles as they come;
 //        barriers; units and their rows' contexts
-// needs  sm_90a; q, keys and values of one 16-bit type, head dims multiples of 64 up to 256, or all e4m3, multiples of 128; no rotation.
-//        kGather false: TMA, so boxes of `box_rows` (a multiple of 8) rows that lie in one page
+// needs  sm_90a; q, keys and values of one 16-bit type, head dims multiples of 64 up to 256; or keys and values of e4m3 in multiples of 128,
+//        values up to 128, q of them or 16-bit; no rotation. kGather false: TMA, so boxes of `box_rows` (a multiple of 8) rows that lie
+//        in one page
 //
-// e4m3   scores are products of e4m3, weighted values of f16. A sum of e4m3 products has some 13 bits (relative to its largest term),
-//        so a score is as good as one rounded to bf16, and the output is bf16. Weights of 3 bits would not be: they miss what plain
-//        bf16 code reaches by a factor of 3 to 6.
+// e4m3   with q of e4m3, scores are products of e4m3, weighted values of f16. A sum of e4m3 products has some 13 bits (relative to its
+//        largest term): better than scores rounded to bf16, but for terms of one sign. Weights of 3 bits would be off by 3 times what the
+//        tests allow bf16 code. With q of 16 bits, keys and values become what it is, in which they are exact.
 //
 // The rows of a tile are the query heads of a KV head for several tokens: row = token * group + head in the group.
 // Tiles come from the last to the first: the one with a mask, which takes a step of its own, is first. Scores of a tile are under
