@@ -170,8 +170,10 @@ pub(super) fn run(suite: &Suite) -> Result<()> {
     for (batch, kv, goal, peer) in DECODE_FP8 {
         decode(suite, &fp8, &format!("{batch} × {kv}"), &vec![kv; batch], Goal::Us(goal), peer)?;
     }
-    prefill(suite, &fp8, [4, 0], [4_096; 2], true, Goal::Tflops(800.0), "749 (q fp8 too)")?;
-    prefill(suite, &fp8, [1, 0], [16_384; 2], true, Goal::Tflops(920.0), "877 (q fp8 too)")?;
+    for q in [DType::BF16, DType::E4M3] {
+        prefill_of(suite, &fp8, q, [4, 0], [4_096; 2], true, Goal::Tflops(800.0), "749 (q fp8 too)")?;
+        prefill_of(suite, &fp8, q, [1, 0], [16_384; 2], true, Goal::Tflops(920.0), "877 (q fp8 too)")?;
+    }
     drop(fp8);
     for (block, goal, peer) in SPARSE {
         sparse(suite, block, goal, peer)?;
@@ -261,10 +263,25 @@ fn decode(suite: &Suite, pool: &Pool, name: &str, lens: &[u32], goal: Goal, peer
     )
 }
 
-/// `page` 0: ragged KV.
+/// As [`prefill_of`], of bf16 queries.
 fn prefill(
     suite: &Suite,
     pool: &Pool,
+    shape: [usize; 2],
+    lens: [u32; 2],
+    causal: bool,
+    goal: Goal,
+    peer: &'static str,
+) -> Result<()> {
+    prefill_of(suite, pool, DType::BF16, shape, lens, causal, goal, peer)
+}
+
+/// `page` 0: ragged KV.
+#[expect(clippy::too_many_arguments, reason = "a row of the table")]
+fn prefill_of(
+    suite: &Suite,
+    pool: &Pool,
+    q_dtype: DType,
     [requests, page]: [usize; 2],
     [q_len, kv_len]: [u32; 2],
     causal: bool,
@@ -275,7 +292,7 @@ fn prefill(
     let kind = if causal { "causal" } else { "full" };
     let layout = if page == 0 { "ragged".into() } else { format!("page {page}") };
     let on = if q_len == kv_len { String::new() } else { format!(" on {kv_len}") };
-    let case = format!("attention, prefill bf16, KV {dtype}, {layout}, {kind}, {requests} × {q_len}{on}");
+    let case = format!("attention, prefill {q_dtype}, KV {dtype}, {layout}, {kind}, {requests} × {q_len}{on}");
     if !suite.wants(&case) {
         return Ok(());
     }
@@ -284,7 +301,7 @@ fn prefill(
     // What a causal mask shows: half of a square, and all before it.
     let seen = if causal { f64::from(kv_len) - f64::from(q_len) / 2.0 } else { f64::from(kv_len) };
     let flops = 4.0 * (requests * HEADS * DIM) as f64 * f64::from(q_len) * seen;
-    batch(suite, pool, &case, page, variant, &qo, &kv_lens, Work::Flops(flops), goal, peer)
+    batch(suite, pool, &case, page, variant, (q_dtype, &qo), &kv_lens, Work::Flops(flops), goal, peer)
 }
 
 /// 63 decodes and a prefill of 2048, all with 2048 tokens cached.
@@ -297,7 +314,8 @@ fn mixed(suite: &Suite, pool: &Pool) -> Result<()> {
     q_lens[63] = 2_048;
     let bytes = Work::Bytes(2 * 2 * 64 * 2_048 * KV_HEADS * DIM);
     let (qo, kv_lens) = (Ragged::from_lens(&q_lens)?, [2_048; 64]);
-    batch(suite, pool, case, 16, variant::causal(), &qo, &kv_lens, bytes, Goal::Us(160.0), "233")
+    let queries = (DType::BF16, &qo);
+    batch(suite, pool, case, 16, variant::causal(), queries, &kv_lens, bytes, Goal::Us(160.0), "233")
 }
 
 #[expect(clippy::too_many_arguments, reason = "one case")]
@@ -307,20 +325,21 @@ fn batch(
     case: &str,
     page: usize,
     variant: Variant,
-    qo: &Ragged,
+    (q_dtype, qo): (DType, &Ragged),
     kv_lens: &[u32],
     work: Work,
     goal: Goal,
     peer: &'static str,
 ) -> Result<()> {
     let causal = variant == variant::causal();
-    let problem =
-        Problem { kv_dtype: pool.device[0].dtype(), ..Problem::new(HEADS, KV_HEADS, DIM, DType::BF16, variant) };
+    let kv_dtype = pool.device[0].dtype();
+    let problem = Problem { q_dtype, kv_dtype, ..Problem::new(HEADS, KV_HEADS, DIM, DType::BF16, variant) };
     let plan = BatchPlan::new(&suite.exec, problem, qo, kv_lens, Split::Balanced)?;
     let scratch = RefCell::new(plan.scratch());
     let ragged = Ragged::from_lens(kv_lens)?;
     let table = pool.table(suite, page.max(1), if page == 0 { &[] } else { kv_lens })?;
-    let (q, q_host) = suite.random(1, &[qo.rows(), HEADS, DIM])?;
+    let q_host = suite.repeated(1, q_dtype, &[qo.rows(), HEADS, DIM])?;
+    let q = q_host.to_device(&suite.gpu)?;
     let out = RefCell::new(suite.gpu.zeros(DType::BF16, &[qo.rows(), HEADS, DIM])?);
     suite.bench(
         case,

@@ -12,11 +12,11 @@ namespace fir {
 
 template <class Variant>
 struct alignas(64) Sm90Params {
-  /// q as [token][head][64 columns], a box of a tile's tokens and a group's heads.
+  /// q as [token][head][128 bytes], a box of a tile's tokens and a group's heads.
   TensorMap q;
-  /// Keys and values as [head][8-row group][64 columns][row][column]: boxes of `box_rows` rows from row c1 of group c3 on.
+  /// Keys and values as [head][8-row group][128 bytes][row][column]: boxes of `box_rows` rows from row c1 of group c3 on.
   TensorMap k, v;
-  /// The output, as q.
+  /// The output, as [token][head][64 columns].
   TensorMap out;
   /// Keys and values of 8 rows, which may begin at any row: the last rows of ragged KV.
   TensorMap k_tail, v_tail;
@@ -34,16 +34,30 @@ struct alignas(64) Sm90Params {
   AttentionParams<Variant> common;
 };
 
-template <class T, class TO, int kDimQk_, int kDimVo_, class Variant_, int kTile_, int kQStages_, bool kGather_>
+template <class TQ, class TKV, class TO, int kDimQk_, int kDimVo_, class Variant_, int kTile_, int kQStages_, bool kGather_>
 struct Sm90Config {
-  using Type = T;
+  /// What queries and keys are multiplied in, and weights and values; what keys and values come in.
+  using Key = TQ;
+  using Type = typename TQ::Mma;
+  using Kv = TKV;
   using Out = TO;
   using Variant = Variant_;
   static constexpr int kDimQk = kDimQk_, kDimVo = kDimVo_, kTile = kTile_, kQStages = kQStages_;
   static constexpr bool kGather = kGather_;
-  static constexpr int kRows = 128, kThreads = 384, kStages = 2, kUnitStages = 4;
-  static constexpr Wgmma kType = Same<T, Bf16>::value ? Wgmma::kBf16 : Wgmma::kF16;
-  static constexpr int kQBytes = kRows * kDimQk * 2, kKBytes = kTile * kDimQk * 2, kVBytes = kTile * kDimVo * 2;
+  /// Values come as e4m3 and are made wider; keys too.
+  static constexpr bool kWiden = TKV::kBits == 8, kWidenKeys = kWiden && TQ::kBits == 16;
+  /// Whether a warpgroup more has something to do. 512 threads begin with 128 registers each, which a product of 256 columns does not fit.
+  static constexpr bool kFourth = (kGather || kWiden) && kDimVo < 256;
+  static constexpr int kCopyWarps = kFourth ? 4 : 2;
+  static constexpr int kRows = 128, kThreads = kFourth ? 512 : 384, kStages = 2, kUnitStages = 4;
+  static constexpr Wgmma kType = Same<Type, Bf16>::value ? Wgmma::kBf16 : Wgmma::kF16, kKeyType = TQ::kBits == 8 ? Wgmma::kE4m3 : kType;
+  /// Bytes of a row of q and of keys.
+  static constexpr int kRowBytes = kDimQk * TQ::kBits / 8;
+  /// The output stands where q was, and may be longer.
+  static constexpr int kQBytes = kRows * (kRowBytes > kDimVo * 2 ? kRowBytes : kDimVo * 2), kKBytes = kTile * kRowBytes, kVBytes = kTile * kDimVo * 2;
+  /// Values as they come, and keys, of which there is room for one tile.
+  static constexpr int kRawStages = kWidenKeys ? 1 : kStages;
+  static constexpr int kRawBytes = kWiden ? kTile * kDimVo : 0, kRawKeyBytes = kWidenKeys ? kTile * kDimQk : 0;
   /// Hooks see every logit: scores become logits before the maximum is taken.
   static constexpr bool kEach = Variant_::kHasQuery || Variant_::kHasKey || Variant_::kHasLogits || !Variant_::kSoftmax;
   static constexpr bool kContexts = Variant_::kHasQuery || Variant_::kHasLogits || Variant_::kHasMask;
@@ -52,14 +66,18 @@ struct Sm90Config {
   static constexpr int kQ = 0;
   static constexpr int kK = kQ + kQStages * kQBytes;
   static constexpr int kV = kK + kStages * kKBytes;
-  static constexpr int kBarriers = kV + kStages * kVBytes;      // u64 [8 kStages + kUnitStages]
-  static constexpr int kUnits = kBarriers + 160;                // Sm90Unit [kUnitStages]
+  static constexpr int kRaw = kV + kStages * kVBytes;
+  static constexpr int kRawKeys = kRaw + kRawStages * kRawBytes;
+  static constexpr int kBarriers = kRawKeys + kRawStages * kRawKeyBytes;  // u64 [10 kStages + kUnitStages]
+  static constexpr int kUnits = kBarriers + 192;                // Sm90Unit [kUnitStages]
   static constexpr int kStrange = kUnits + kUnitStages * 80;    // int [kStages]
   static constexpr int kFlag = kStrange + kStages * 16;         // int
   static constexpr int kRowContexts = kFlag + 16;               // RowContext [kUnitStages][kRows]
   static constexpr int kShared = kRowContexts + (kContexts ? kUnitStages * kRows * int(sizeof(RowContext)) : 0);
 
-  static_assert(T::kBits == 16 && kDimQk % 64 == 0 && kDimVo % 64 == 0 && kDimVo <= kDimQk && kDimQk <= 256);
+  static_assert(Same<TQ, TKV>::value || Same<TKV, E4m3>::value);
+  static_assert(TKV::kBits == 16 || (Same<TKV, E4m3>::value && kFourth && !kGather));
+  static_assert(kDimQk * TKV::kBits % 1024 == 0 && kDimVo * TKV::kBits % 1024 == 0 && kDimVo <= kDimQk && kDimQk <= 256);
   static_assert(kTile % 64 == 0 && kQStages <= 2 && kShared <= 232448);
   static_assert(!RopeOf<Variant_, false>::kOn && !RopeOf<Variant_, true>::kOn, "rotations are decode.cuh's and plain.cuh's");
 };
@@ -91,12 +109,12 @@ __device__ __forceinline__ int last_tile(const WorkItem& w) {
   return w.kv_start + (w.kv_end > w.kv_start ? (w.kv_end - w.kv_start - 1) / C::kTile * C::kTile : -C::kTile);
 }
 
-/// Keys and values in shared memory: [8-row group][64 columns][row][16-byte chunk], swizzled. A page's rows are one box, and
+/// Keys and values in shared memory: [8-row group][128 bytes][row][16-byte chunk], swizzled. A page's rows are one box, and
 /// groups of 8 rows are equally far apart, which is all that wgmma asks.
-template <int kDim>
+template <int kRowBytes>
 struct GroupedRows {
   __device__ __forceinline__ static unsigned offset(int row, int chunk) {
-    return (row >> 3) * kDim * 16 + (chunk >> 3) * 1024 + (row & 7) * 128 + (((chunk ^ row) & 7) << 4);
+    return (row >> 3) * kRowBytes * 8 + (chunk >> 3) * 1024 + (row & 7) * 128 + (((chunk ^ row) & 7) << 4);
   }
 };
 
@@ -117,17 +135,23 @@ struct Sm90Pipe {
   __device__ __forceinline__ unsigned unit_full(int s) const { return barrier(7, s); }
   /// Keys have come, copied by threads.
   __device__ __forceinline__ unsigned k_copied(int s) const { return barrier(9, s); }
+  /// Of values that are made wider: they have come as `v_full` says; all have been read. The same of keys.
+  __device__ __forceinline__ unsigned raw_empty(int s) const { return barrier(9, s); }
+  __device__ __forceinline__ unsigned k_raw_full(int s) const { return barrier(10, s); }
+  __device__ __forceinline__ unsigned k_raw_empty(int s) const { return barrier(11, s); }
 
   __device__ __forceinline__ void init() const {
-    constexpr int kCopiers = C::kGather ? 64 : 1;  // threads that say that rows have come
+    constexpr int kCopiers = C::kGather ? C::kCopyWarps * 32 : 1;  // threads that say that rows have come
     for (int s = 0; s < 2; ++s) {
       barrier_init(q_full(s), 1);
       barrier_init(q_empty(s), 8);
-      barrier_init(k_full(s), 1);
-      barrier_init(k_copied(s), kCopiers);
+      barrier_init(k_full(s), C::kWidenKeys ? 4 : 1);
+      barrier_init(k_raw_full(s), 1);
+      barrier_init(k_raw_empty(s), 4);
+      barrier_init(k_copied(s), C::kWiden ? 4 : kCopiers);
       barrier_init(k_empty(s), 8);
       barrier_init(v_full(s), kCopiers);
-      barrier_init(v_ready(s), 1);
+      barrier_init(v_ready(s), C::kWiden ? 4 : 1);
       barrier_init(v_empty(s), 8);
     }
     for (int s = 0; s < C::kUnitStages; ++s) barrier_init(unit_full(s), 1);

@@ -6,9 +6,16 @@
 // grid   (blocks)   persistent, one per multiprocessor; block b takes unit b, then the next that nobody took. A unit is
 //                   a KV head of an item; items come longest first, `heads_at_once` heads of all items at a time
 // block  384        warpgroup 0 brings q, keys and values, and the output out; warpgroups 1 and 2 own 64 rows of the tile each
-// smem   q of kQStages units, 2 x kTile keys, 2 x kTile values, all in rows of 128 swizzled bytes; barriers; units and their rows' contexts
-// needs  sm_90a; q, keys and values of one 16-bit type, head dims multiples of 64 up to 256; no rotation.
-//        kGather false: TMA, so boxes of `box_rows` (a multiple of 8) rows that lie in one page
+//        512        of rows that are gathered: warpgroup 3 brings keys and values; of e4m3: it makes them wider
+// smem   q of kQStages units, 2 x kTile keys, 2 x kTile values, all in rows of 128 swizzled bytes; e4m3: tiles as they come;
+//        barriers; units and their rows' contexts
+// needs  sm_90a; q, keys and values of one 16-bit type, head dims multiples of 64 up to 256; or keys and values of e4m3 in multiples of 128,
+//        values up to 128, q of them or 16-bit; no rotation. kGather false: TMA, so boxes of `box_rows` (a multiple of 8) rows that lie
+//        in one page
+//
+// e4m3   with q of e4m3, scores are products of e4m3, weighted values of f16. A sum of e4m3 products has some 13 bits (relative to its
+//        largest term): better than scores rounded to bf16, but for terms of one sign. Weights of 3 bits would be off by 3 times what the
+//        tests allow bf16 code. With q of 16 bits, keys and values become what it is, in which they are exact.
 //
 // The rows of a tile are the query heads of a KV head for several tokens: row = token * group + head in the group.
 // Tiles come from the last to the first: the one with a mask, which takes a step of its own, is first. Scores of a tile are under
@@ -84,11 +91,11 @@ __device__ __forceinline__ void consume(const Sm90Params<typename C::Variant>& a
   };
   auto scores = [&] {
     const WgmmaTile q_tile(pipe.base + C::kQ + qs.stage * C::kQBytes + group * 64 * 128, 16, 1024);
-    const WgmmaTile k_tile(pipe.base + C::kK + ks.stage * C::kKBytes, 16, C::kDimQk * 16);
+    const WgmmaTile k_tile(pipe.base + C::kK + ks.stage * C::kKBytes, 16, C::kRowBytes * 8);
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < C::kDimQk / 16; ++i) {
-      wgmma<C::kType, 0, 0>(s, q_tile.at((i / 4) * C::kRows * 128 + (i % 4) * 32), k_tile.at((i / 4) * 1024 + (i % 4) * 32), i != 0);
+    for (int i = 0; i < C::kRowBytes / 32; ++i) {
+      wgmma<C::kKeyType, 0, 0>(s, q_tile.at((i / 4) * C::kRows * 128 + (i % 4) * 32), k_tile.at((i / 4) * 1024 + (i % 4) * 32), i != 0);
     }
     wgmma_commit();
   };
@@ -125,7 +132,7 @@ __device__ __forceinline__ void consume(const Sm90Params<typename C::Variant>& a
       if (masked) {
         wait_values();
         if (strange[vs.stage]) {
-          const ValueTile<typename C::Type, C::kTile, C::kDimVo / 8, GroupedRows<C::kDimVo>> tile{shared + C::kV + vs.stage * C::kVBytes, nullptr};
+          const ValueTile<typename C::Type, C::kTile, C::kDimVo / 8, GroupedRows<C::kDimVo * 2>> tile{shared + C::kV + vs.stage * C::kVBytes, nullptr};
           tile.template add<1, C::kDimVo / 8>(state.o, s, [](float x, int, int, int) { return x; });
           named_sync(4, both ? 256 : 128);
           if (both) tile.template clear<256>(thread);
@@ -204,12 +211,11 @@ __device__ __forceinline__ void consume(const Sm90Params<typename C::Variant>& a
           wgmma_wait<1>();
           if constexpr (kStale) {
             negate();
-            state.weigh(s, scale);
+            float sums[2];
+            state.weigh_and_add(s, scale, sums);
             wgmma_wait<0>();
             free(pipe.v_empty(vs.stage));
             vs.next();
-            float sums[2];
-            S::add_up(s, sums);
             if (__any_sync(~0u, state.is_lost(sums[0], 0) || state.is_lost(sums[1], 1))) {
               state.again(s, sums, shared + C::kQ + qs.stage * C::kQBytes + first_row * 128, shared + C::kK + ks.stage * C::kKBytes, factor);
             }
@@ -292,15 +298,25 @@ __global__ void __launch_bounds__(C::kThreads, 1) prefill_sm90(const __grid_cons
   if (threadIdx.x == 0) pipe.init();
   __syncthreads();
   if (group == 0) {
-    fewer_registers<40>();
+    fewer_registers<C::kFourth ? 32 : 40>();
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-    if (warp == 0) bring_units(all, pipe, shared);
-    else if (warp == 3) keep_values(pipe, shared);
+    if (warp == 0) {
+      bring_units(all, pipe, shared);
+    } else if (warp == 3) {
+      if constexpr (!C::kWiden) keep_values(pipe, shared);
+    } else if constexpr (C::kGather) {
+      if constexpr (!C::kFourth) bring_rows(all, pipe, shared);
+    } else if (warp == 1) {
+      bring_boxes<C, true>(all, pipe, shared);
+    } else {
+      bring_boxes<C, false>(all, pipe, shared);
+    }
+  } else if (C::kFourth && group == 3) {
+    fewer_registers<C::kFourth ? 32 : 40>();
+    if constexpr (C::kWiden) widen_tiles(pipe, shared);
     else if constexpr (C::kGather) bring_rows(all, pipe, shared);
-    else if (warp == 1) bring_boxes<C, true>(all, pipe, shared);
-    else bring_boxes<C, false>(all, pipe, shared);
   } else {
-    more_registers<232>();
+    more_registers<C::kFourth ? 224 : 232>();
     consume(all, pipe, shared, group - 1);
   }
 #endif

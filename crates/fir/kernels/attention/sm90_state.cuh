@@ -92,6 +92,27 @@ struct Sm90State {
     }
   }
 
+  /// The same, and their sums: eight at a time, so that those of one eight are added while the next one's exponentials run. On an H200
+  /// (TFLOP/s, 1 x 16384 causal): e4m3 845, with all sums in the end 802; bf16 758 and 750.
+  __device__ __forceinline__ void weigh_and_add(float (&s)[kScores], float scale, float (&sum)[2]) const {
+    float base[2], part[2][2] = {};
+    auto add = [&](int from) {
+#pragma unroll
+      for (int i = from; i < from + 8; ++i) part[(i >> 1) & 1][(i >> 2) & 1] += s[i];
+    };
+#pragma unroll
+    for (int h = 0; h < 2; ++h) base[h] = m[h] == neg_inf() ? 0.0f : m[h];
+#pragma unroll
+    for (int from = 0; from < kScores; from += 8) {
+#pragma unroll
+      for (int i = from; i < from + 8; ++i) s[i] = exp2_in_place(fmaf(s[i], scale, -base[(i >> 1) & 1]));
+      if (from > 0) add(from - 8);
+      after(s[from + 7]);
+    }
+    add(kScores - 8);
+    sum[0] = part[0][0] + part[0][1], sum[1] = part[1][0] + part[1][1];
+  }
+
   __device__ __forceinline__ static void add_up(const float (&s)[kScores], float (&sum)[2]) {
     float part[2][2] = {};
 #pragma unroll
@@ -131,8 +152,10 @@ struct Sm90State {
       float dot = 0.0f;
 #pragma unroll 1
       for (int e = 0; e < C::kDimQk; ++e) {
-        dot += load_one<typename C::Type>(q + (e >> 6) * C::kRows * 128 + row * 128 + ((((e >> 3) ^ row) & 7) << 4), e & 7) *
-               load_one<typename C::Type>(keys + GroupedRows<C::kDimQk>::offset(column, e >> 3), e & 7);
+        constexpr int kPer = 128 / C::Key::kBits;  // elements of 16 bytes
+        const int chunk = e / kPer;
+        dot += load_one<typename C::Key>(q + (chunk >> 3) * C::kRows * 128 + row * 128 + (((chunk ^ row) & 7) << 4), e % kPer) *
+               load_one<typename C::Key>(keys + GroupedRows<C::kRowBytes>::offset(column, chunk), e % kPer);
       }
       x[i] = dot;
     }

@@ -115,6 +115,33 @@ fn pages_too_small_for_a_box_are_gathered() {
     assert_eq!(run(kv), (false, "64".to_owned()));
 }
 
+/// e4m3 queries, keys and values: wgmma where rows lie in boxes and the output is bf16, else as with 16-bit queries.
+#[test]
+fn queries_of_e4m3_are_multiplied_as_they_are() {
+    let (d, lens) = (DType::E4M3, [100u32, 37]);
+    let qo = Ragged::from_lens(&lens).unwrap();
+    let q = zeros(d, &[137, 8, 128]);
+    let run = |size: usize, out_dtype| {
+        let pages: Vec<i32> = lens.iter().map(|&l| (l as usize).div_ceil(size) as i32).collect();
+        let (indptr, all) = (vec![0, pages[0], pages[0] + pages[1]], (pages[0] + pages[1]) as usize);
+        let table = PageTable::with_lens(size, all, indptr, (0..all as i32).collect::<Vec<_>>(), &[100, 37]).unwrap();
+        let (pool, mut out) = (zeros(d, &[all, 2, size, 2, 128]), zeros(out_dtype, &[137, 8, 128]));
+        let taken = record(|exec| {
+            let problem = Problem { out_dtype, ..Problem::new(8, 2, 128, d, variant::standard()) };
+            let plan = BatchPlan::new(exec, problem, &qo, &lens, Split::Balanced)?;
+            let kv = Kv::Paged(PagedKv::interleaved(pool.view(), KvLayout::Nhd)?, &table);
+            let (q, scratch, out) = (q.view(), &mut plan.scratch(), out.view_mut());
+            plan.run(exec, BatchArgs { q, kv, params: &Params::new(), sm_scale: None, scratch, out, lse: None })
+        });
+        let [launch] = &taken[..] else { panic!("{} launches", taken.len()) };
+        let name = launch.kernel.split('<').next().unwrap().to_owned();
+        (name, launch.to_string().contains("block [512, 1, 1]"))
+    };
+    let wgmma = ("fir::prefill_sm90".to_owned(), true);
+    assert_eq!([run(16, DType::BF16), run(64, DType::BF16)], [wgmma.clone(), wgmma]);
+    assert_eq!([run(1, DType::BF16), run(16, DType::F16)], [(); 2].map(|()| ("fir::prefill".to_owned(), false)));
+}
+
 #[test]
 fn rows_that_are_not_aligned_and_f32_go_through_the_plain_kernel() {
     let (qo, kv_lens) = (Ragged::from_lens(&[3, 1]).unwrap(), Ragged::from_lens(&[40, 9]).unwrap());

@@ -190,6 +190,11 @@ impl Form {
         if let Self::Mla(cluster) = self { cluster } else { 1 }
     }
 
+    /// The form that takes its place where `runs` (of [`Form::instance`]) are not: [`Form::Hopper`] gathers no rows of e4m3.
+    pub(super) fn where_runs(self, s: &Spec, runs: bool) -> Self {
+        if self == Self::Hopper && s.kv == DType::E4M3 && !runs { Self::Prefill } else { self }
+    }
+
     /// Why it does not take `spec` on a device of `arch`, if it does not.
     pub(super) fn refuses(self, s: &Spec, arch: Arch) -> Option<String> {
         if matches!(self, Self::Plain | Self::Mla(_)) {
@@ -299,7 +304,7 @@ impl Form {
             Self::Hopper => {
                 let shape = hopper::Shape::of(spec);
                 let name = format!(
-                    "fir::prefill_sm90<fir::Sm90Config<{kv}, {out}, {}, {}, {}, {}, {}, {}>>",
+                    "fir::prefill_sm90<fir::Sm90Config<{q}, {kv}, {out}, {}, {}, {}, {}, {}, {}>>",
                     spec.dim_qk, spec.dim_vo, hooks.name, shape.tile, shape.q_stages, !runs
                 );
                 let own = Twin::of::<Sm90Params>();
@@ -307,7 +312,14 @@ impl Form {
                 // Maps stand on multiples of 64 bytes, and so does what holds them.
                 params.size = params.size.next_multiple_of(64);
                 let source = Source { file: "attention/sm90_prefill.cuh", name, prelude, params };
-                Instance { form: self, source, threads: 384, smem: shape.smem(spec), blocks: 1, rows: hopper::ROWS }
+                Instance {
+                    form: self,
+                    source,
+                    threads: hopper::threads(spec, !runs),
+                    smem: shape.smem(spec),
+                    blocks: 1,
+                    rows: hopper::ROWS,
+                }
             }
             Self::Plain => {
                 let dim = (spec.dim_qk + spec.dim_pe.unwrap_or(0)).max(spec.dim_vo);

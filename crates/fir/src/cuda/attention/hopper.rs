@@ -44,16 +44,36 @@ params! {
 pub(super) fn refuses(s: &Spec, arch: Arch) -> Option<String> {
     match s {
         _ if arch != Arch::HOPPER => Some(format!("{arch} instead of {}", Arch::HOPPER)),
-        _ if s.q != s.kv || !matches!(s.kv, DType::BF16 | DType::F16) => {
+        _ if !matches!(s.kv, DType::BF16 | DType::F16 | DType::E4M3) || (s.q != s.kv && !widens_keys(s)) => {
             Some(format!("{} queries with {} keys and values", s.q, s.kv))
         }
-        _ if s.out != s.q && !s.states => Some(format!("{} results of {} queries", s.out, s.q)),
-        _ if !s.dim_qk.is_multiple_of(64) || !s.dim_vo.is_multiple_of(64) || s.dim_vo > s.dim_qk => {
-            Some(format!("head dims {}, {}: no multiples of 64, or values longer than keys", s.dim_qk, s.dim_vo))
+        // A sum of e4m3 products has some 13 bits: enough for bf16 and its lse, not for those of f16.
+        _ if s.q == DType::E4M3 && s.out != DType::BF16 => Some(format!("{} results of e4m3 products", s.out)),
+        _ if s.q != DType::E4M3 && s.out != s.q && !s.states => Some(format!("{} results of {} queries", s.out, s.q)),
+        _ if !s.dim_qk.is_multiple_of(line(s.kv)) || !s.dim_vo.is_multiple_of(line(s.kv)) || s.dim_vo > s.dim_qk => {
+            let (qk, vo, line) = (s.dim_qk, s.dim_vo, line(s.kv));
+            Some(format!("head dims {qk}, {vo}: no multiples of {line}, or values longer than keys"))
         }
+        // The warpgroup that widens them leaves too few registers.
+        _ if s.kv == DType::E4M3 && s.dim_vo > 128 => Some(format!("{} e4m3 columns of values above 128", s.dim_vo)),
         _ if s.group > ROWS => Some(format!("{} query heads per KV head are more than {ROWS}", s.group)),
         _ => None,
     }
+}
+
+/// Elements of 128 bytes, which rows are copied and multiplied in.
+fn line(dtype: DType) -> usize {
+    128 / dtype.size()
+}
+
+/// Whether e4m3 keys become what the queries are.
+fn widens_keys(s: &Spec) -> bool {
+    s.kv == DType::E4M3 && matches!(s.q, DType::BF16 | DType::F16)
+}
+
+/// Threads of a block: where rows are gathered, or e4m3 made wider, a warpgroup more, unless values have the registers.
+pub(super) fn threads(s: &Spec, gathers: bool) -> u32 {
+    if (gathers || s.kv == DType::E4M3) && s.dim_vo < 256 { 512 } else { 384 }
 }
 
 /// How much of a problem is in shared memory at a time.
@@ -67,13 +87,21 @@ pub(super) struct Shape {
 
 impl Shape {
     pub(super) fn of(s: &Spec) -> Self {
-        Self { tile: if s.dim_qk > 192 { 64 } else { 128 }, q_stages: if s.dim_qk > 128 { 1 } else { 2 } }
+        let one = s.dim_qk > 128 || widens_keys(s);
+        Self { tile: if s.dim_qk > 192 { 64 } else { 128 }, q_stages: if one { 1 } else { 2 } }
     }
 
     /// Bytes of shared memory, `Sm90Config::kShared` of a variant with row contexts.
     pub(super) fn smem(self, s: &Spec) -> u32 {
-        let (q, kv) = (self.q_stages * ROWS * s.dim_qk * 2, 2 * self.tile * (s.dim_qk + s.dim_vo) * 2);
-        (q + kv + 160 + UNITS * 80 + 48 + UNITS * ROWS * 24) as u32
+        let row = s.dim_qk * s.q.size();
+        // e4m3 as it comes: two tiles of values, or one of keys and of values.
+        let raw = match s.kv {
+            DType::E4M3 if widens_keys(s) => self.tile * (s.dim_qk + s.dim_vo),
+            DType::E4M3 => 2 * self.tile * s.dim_vo,
+            _ => 0,
+        };
+        let (q, kv) = (self.q_stages * ROWS * row.max(s.dim_vo * 2), 2 * self.tile * (row + s.dim_vo * 2) + raw);
+        (q + kv + 192 + UNITS * 80 + 48 + UNITS * ROWS * 24) as u32
     }
 }
 
@@ -129,21 +157,24 @@ pub(super) fn params(
     // What is never stepped along has a stride of 0, which need not be true of maps.
     let or = |stride: u64, other: usize| if stride == 0 { 2 * other as u64 } else { stride };
     let box_tokens = ROWS / spec.group;
-    let map = |start: Address, dims: &[u64], strides: &[u64], shape: &[u32]| {
-        gpu.tensor_map(&driver::Boxes { start: start.0, dtype: spec.kv, dims, strides, shape, in_order: false })
+    let map = |dtype, start: Address, dims: &[u64], strides: &[u64], shape: &[u32]| {
+        gpu.tensor_map(&driver::Boxes { start: start.0, dtype, dims, strides, shape, in_order: false })
     };
-    let rows = |rows: Rows, dim: usize| {
-        let dims = [dim as u64, group * heads, tokens as u64];
-        map(rows.start, &dims, &[or(rows.head, dim), or(rows.token, dim)], &[64, group as u32, box_tokens as u32])
+    let rows = |dtype, rows: Rows, dim: usize| {
+        let (dims, shape) =
+            ([dim as u64, group * heads, tokens as u64], [line(dtype) as u32, group as u32, box_tokens as u32]);
+        map(dtype, rows.start, &dims, &[or(rows.head, dim), or(rows.token, dim)], &shape)
     };
-    let q = rows(q, spec.dim_qk)?;
+    let q = rows(spec.q, q, spec.dim_qk)?;
     // States leave without a map.
-    let out = if spec.states { none } else { rows(out, spec.dim_vo)? };
+    let out = if spec.states { none } else { rows(spec.out, out, spec.dim_vo)? };
+    let line = line(spec.kv) as u64;
     let pool = |t: KvTensor, dim: usize, groups: u64, boxes: &Boxes| -> Result<[TensorMap; 2]> {
         let row = or(t.row, dim);
-        let (halves, strides) = (dim as u64 / 64, [row, 128, 8 * row, or(t.head, dim)]);
+        let (lines, strides) = (dim as u64 / line, [row, 128, 8 * row, or(t.head, dim)]);
         let map = |rows, groups, block_groups| {
-            map(t.data, &[64, rows, halves, groups, heads], &strides, &[64, 8, halves as u32, block_groups, 1])
+            let (dims, shape) = ([line, rows, lines, groups, heads], [line as u32, 8, lines as u32, block_groups, 1]);
+            map(spec.kv, t.data, &dims, &strides, &shape)
         };
         let rows = if boxes.ragged.is_some() { 15 } else { 8 };
         let whole = if groups > 0 { map(rows, groups, boxes.rows as u32 / 8)? } else { none };
@@ -178,7 +209,7 @@ pub(super) fn params(
 /// of `l2` bytes, but enough for two units per worker. On an H200 (TFLOP/s, 16 x 1024 causal, 8 heads): 8 at once 421, 4 471, 2
 /// 488, 1 481.
 pub(super) fn heads_at_once(s: &Spec, rows: u64, heads: usize, l2: usize, [items, workers]: [usize; 2]) -> usize {
-    let per_head = rows * 2 * (s.dim_qk + s.dim_vo) as u64;
+    let per_head = rows * (s.kv.size() * (s.dim_qk + s.dim_vo)) as u64;
     let in_cache = (l2 as u64 * 2 / 5) / per_head.max(1);
     (in_cache as usize).max((2 * workers).div_ceil(items.max(1))).clamp(1, heads.max(1))
 }

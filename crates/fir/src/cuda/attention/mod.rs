@@ -95,7 +95,7 @@ pub(crate) fn sources(spec: &Spec, arch: Arch) -> Result<Vec<Source>> {
     let all_runs =
         [(spec, false, true), (&many, false, true), (spec, true, true), (spec, false, false), (spec, true, false)];
     for (spec, long, runs) in all_runs {
-        let source = choose(spec, arch, long)?.instance(spec, &hooks, shared, runs).source;
+        let source = choose(spec, arch, long)?.where_runs(spec, runs).instance(spec, &hooks, shared, runs).source;
         if !all.contains(&source) {
             all.push(source);
         }
@@ -134,6 +134,7 @@ pub(super) fn kernels() -> Vec<Source> {
         specs.push(spec(bf16, kv, bf16, [128, 128], causal()));
         specs.push(spec(f16, kv, f16, [128, 128], standard()));
     }
+    specs.extend([standard(), causal()].map(|v| spec(DType::E4M3, DType::E4M3, bf16, [128, 128], v)));
     specs.push(spec(bf16, DType::E2M1x2, bf16, [128, 128], standard()));
     // Every kind of hook and of parameter.
     let rope = rope_llama(1e4, 1.0, false);
@@ -168,8 +169,8 @@ pub(super) fn kernels() -> Vec<Source> {
             (Arch::HOPPER, true, false),
             (Arch::OLDEST, true, true),
         ] {
-            let form = choose(&spec, arch, long).unwrap_or(Form::Plain);
-            let source = form.instance(&spec, &hooks, shared, runs || !common).source;
+            let (form, runs) = (choose(&spec, arch, long).unwrap_or(Form::Plain), runs || !common);
+            let source = form.where_runs(&spec, runs).instance(&spec, &hooks, shared, runs).source;
             if !all.contains(&source) {
                 all.push(source);
             }
@@ -606,7 +607,8 @@ impl Plan {
             let fallback;
             let form = lane.instance.form;
             // Maps of tensors that the copy engine does not take are not made.
-            let hopper = (form == Form::Hopper && whole && (boxes.is_some() || near))
+            let gathers = near && form.where_runs(spec, false) == form;
+            let hopper = (form == Form::Hopper && whole && (boxes.is_some() || gathers))
                 .then(|| hopper::params(gpu, spec, ([rows, out_rows], tokens), [k, v], self.kv_heads, boxes).ok())
                 .flatten();
             let fits = match form {

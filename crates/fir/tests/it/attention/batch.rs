@@ -181,6 +181,42 @@ fn many_query_rows_match_reference_behind_every_kind_of_mask() {
     }
 }
 
+/// On Hopper scores are products of e4m3 where q is, which are sums of 13 bits, and weights f16: as near as plain bf16 code is.
+#[test]
+fn keys_and_values_of_e4m3_match_reference() {
+    let case = |q: DType, heads: [usize; 2], dims: [usize; 2], variant| {
+        let mut case = Case::new(heads[0], heads[1], dims[0], q, variant);
+        (case.problem.kv_dtype, case.problem.head_dim_vo) = (DType::E4M3, dims[1]);
+        case.problem.out_dtype = if q == DType::E4M3 { DType::BF16 } else { q };
+        (case.q_lens, case.kv_lens, case.page_size) = (vec![100, 1, 0, 40, 9], vec![400, 70, 5, 40, 300], 16);
+        case
+    };
+    let e4m3 = |variant| case(DType::E4M3, [4, 2], [128, 128], variant);
+    for (heads, dims) in [([4, 4], [128, 128]), ([8, 2], [128, 128]), ([8, 1], [128, 128]), ([2, 1], [256, 128])] {
+        for variant in [variant::standard(), variant::causal()] {
+            check_case(&case(DType::E4M3, heads, dims, variant), &Params::new());
+        }
+    }
+    for q in [DType::BF16, DType::F16] {
+        check_case(&case(q, [4, 2], [128, 128], variant::standard()), &Params::new());
+        check_case(&case(q, [4, 1], [256, 128], variant::causal()), &Params::new());
+    }
+    let mut scaled = e4m3(variant::causal());
+    (scaled.scales, scaled.page_size, scaled.layout) = ((0.75, 1.5), 64, KvLayout::Hnd);
+    check_case(&scaled, &Params::new());
+    let mut one_hot = e4m3(variant::causal());
+    (one_hot.one_hot, one_hot.page_size) = (true, 8);
+    check_case(&one_hot, &Params::new());
+    let window = variant::causal().and(variant::sliding_window()).unwrap();
+    check_case(&e4m3(window), &Params::new().i32("window_left", 70));
+    // Small pages and results of f16 have another kernel.
+    let mut small = e4m3(variant::causal());
+    small.page_size = 1;
+    check_case(&small, &Params::new());
+    (small.page_size, small.problem.out_dtype) = (16, DType::F16);
+    check_case(&small, &Params::new());
+}
+
 #[test]
 fn sizes_of_blocks_change_results_in_their_last_bits_only() {
     let mut case = Case::new(4, 1, 64, DType::BF16, variant::causal());
