@@ -6,6 +6,8 @@ mod amx;
 mod integers;
 mod portable;
 #[cfg(target_arch = "x86_64")]
+mod stream;
+#[cfg(target_arch = "x86_64")]
 mod x86;
 
 #[cfg(target_arch = "x86_64")]

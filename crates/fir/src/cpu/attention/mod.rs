@@ -17,6 +17,8 @@ mod merge;
 mod operand;
 #[cfg(target_arch = "x86_64")]
 mod pipe;
+#[cfg(target_arch = "x86_64")]
+mod stream;
 mod tile;
 #[cfg(target_arch = "x86_64")]
 mod tiles;
@@ -131,7 +133,7 @@ impl Shape {
         let (dq, dv, rows) = (padded(dim_qk), padded(dim_vo), self.rows.max(MAX_ROWS));
         let floats = rows * (dq + dv) + TILE_KV * (dq + if shared_v { 0 } else { dv }) + rows * TILE_KV;
         #[cfg(target_arch = "x86_64")]
-        let floats = floats.max(tiles::floats(dq, dv, self));
+        let floats = floats.max(tiles::floats(dq, dv, self)).max(stream::floats(dq, dv));
         floats + LINE
     }
 }
@@ -197,16 +199,40 @@ impl<'a, 'b> Worker<'a, 'b> {
         // The request's rows and not the item's, whose last tile may have few: a row's bits do not depend on where it stands.
         // (At a level of a cascade an item has rows of many requests.)
         #[cfg(target_arch = "x86_64")]
-        let rows = item.q_len.max(launch.tokens[item.q_start as usize].q_len as u32) as usize * launch.group;
-        #[cfg(target_arch = "x86_64")]
         if let Some(amx) = cpu.amx()
-            && rows > DIRECT_ROWS
             && tiles::suits(launch)
         {
-            return amx.run(tiles::TileItem { launch, item, buffer: tile, partials, sink, regs, states });
+            let tokens = item.q_len.max(launch.tokens[item.q_start as usize].q_len as u32) as usize;
+            let rows = tokens * launch.group;
+            if rows <= if tokens == 1 { stream::MOST } else { DIRECT_ROWS } && stream::suits(launch) {
+                for item in passes(item, MAX_ROWS / rows, launch.group) {
+                    let buffer = &mut **tile;
+                    let bad = amx.run(stream::StreamItem { launch, item: &item, buffer, partials, sink, regs });
+                    for item in
+                        passes(&item, 1, launch.group).filter(|one| bad >> (one.head_start - item.head_start) & 1 == 1)
+                    {
+                        cpu.run(RunItem { launch, item: &item, tile, partials, sink, regs, states });
+                    }
+                }
+                return;
+            }
+            if rows > DIRECT_ROWS {
+                return amx.run(tiles::TileItem { launch, item, buffer: tile, partials, sink, regs, states });
+            }
         }
         cpu.run(RunItem { launch, item, tile, partials, sink, regs, states });
     }
+}
+
+/// An item as several, of so many heads each.
+#[cfg(target_arch = "x86_64")]
+fn passes(item: &Item, heads: usize, group: usize) -> impl Iterator<Item = Item> + use<> {
+    let item = *item;
+    (item.head_start..item.head_end).step_by(heads).map(move |head_start| {
+        let before = (head_start - item.head_start) * item.q_len * group as u32;
+        let partial = if item.partial == Item::WHOLE { Item::WHOLE } else { item.partial + before };
+        Item { head_start, head_end: item.head_end.min(head_start + heads as u32), partial, ..item }
+    })
 }
 
 /// One item of the schedule.

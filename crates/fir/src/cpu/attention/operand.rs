@@ -87,6 +87,15 @@ impl<'a> Operand<'a> {
         !matches!(self.elements, Elements::F32(_) | Elements::F16(_))
     }
 
+    /// All elements, if they are bf16.
+    #[inline(always)]
+    pub(super) fn bf16_data(&self) -> Option<&'a [bf16]> {
+        match self.elements {
+            Elements::Bf16(x) => Some(x),
+            _ => None,
+        }
+    }
+
     /// Row `(a, b, c)` where it lies, if it is bf16.
     #[inline(always)]
     pub(super) fn bf16_row(&self, row: [usize; 3]) -> Option<&'a [bf16]> {
