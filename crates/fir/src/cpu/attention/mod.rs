@@ -48,6 +48,10 @@ use crate::variant::{Block, Bound, RowCtx, RowProgram, Visible};
 /// Most query rows (tokens × heads) of one pass over an item's KV, unless one head alone has more.
 const MAX_ROWS: usize = 64;
 
+/// Most query rows of an item whose keys and values are widened: a tile of them is loaded for all. With 64 rows and a row of
+/// f32 in a page of its own, as eight KV heads of 128 have it, loading took as long as the products.
+const WIDENED_ROWS: usize = 256;
+
 /// Most query rows of a head whose products read the cache directly.
 const DIRECT_ROWS: usize = 8;
 
@@ -123,7 +127,7 @@ impl Shape {
         let tuning = cpu.tuning();
         let most = match cpu.level() {
             Level::Amx if types.iter().all(|&d| d.size() == 1 || d == DType::BF16) => tuning.attention_rows,
-            _ => MAX_ROWS,
+            _ => WIDENED_ROWS,
         };
         Self { rows: (most / group).max(1) * group, span: tuning.attention_span }
     }
