@@ -436,6 +436,20 @@ fn end_row<V: Vector>(
     }
 }
 
+/// Asks for the output row that [`end_row`] will write for query row `row` of a KV head, if there is one.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+fn ask_row(launch: &Launch<'_>, item: &Item, (head, row): (u32, usize), sink: &Sink<'_>) {
+    let (group, heads) = (launch.group, launch.kv_heads * launch.group);
+    let row = (item.q_start as usize + row / group) * heads + head as usize * group + row % group;
+    match sink {
+        _ if item.partial != Item::WHOLE => {}
+        Sink::Output { out: Out::F32(rows), .. } | Sink::States(rows) => rows.ask(row),
+        Sink::Output { out: Out::F16(rows), .. } => rows.ask(row),
+        Sink::Output { out: Out::Bf16(rows), .. } => rows.ask(row),
+    }
+}
+
 /// What the variant may ask of query row `row` (token × group) of a KV head.
 #[inline(always)]
 fn row_ctx(launch: &Launch<'_>, item: &Item, head: u32, row: usize) -> RowCtx {
