@@ -32,12 +32,12 @@ impl Tiles {
         unsafe { asm!("ldtilecfg [{}]", in(reg) &config, options(nostack, readonly)) };
     }
 
-    /// Shapes the tiles for [`Self::score`]: with this many queries, 1 to 16.
+    /// Shapes the tiles for [`Self::score`] and [`Self::score_two`]: with this many queries, 1 to 16.
     #[inline(always)]
     pub(crate) fn shape_scores(self, queries: usize) {
         assert!((1..=16).contains(&queries));
-        let (sums, keys) = ([16, 4 * queries], [16, ROW]);
-        self.configure([sums, sums, sums, sums, sums, keys, keys, keys]);
+        let (few, keys) = ([16, 4 * queries], [16, ROW]);
+        self.configure([few, few, few, few, few, keys, keys, few]);
     }
 
     /// Shapes the tiles for [`Self::add_values`]: with the weights of this many queries, 1 to 16.
@@ -55,17 +55,22 @@ impl Tiles {
         unsafe { asm!("tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3", options(nostack, nomem)) };
     }
 
-    /// Takes 32 elements of each query: `[16, queries]` pairs of them, `stride` elements from pair to pair.
+    /// Takes 32 elements of each query, or as `SECOND` the next 32: `[16, queries]` pairs of them, `stride` elements from pair
+    /// to pair.
     #[inline(always)]
-    pub(crate) fn take_queries(self, q: &[bf16], stride: usize) {
+    pub(crate) fn take_queries<const SECOND: bool>(self, q: &[bf16], stride: usize) {
         assert!(15 * stride + ROW / 2 <= q.len());
         // SAFETY: tiles are configured on this thread (`self`), and 16 rows of 64 bytes would lie inside the slice.
         unsafe {
-            asm!("tileloadd tmm4, [{q} + {s}*1]", q = in(reg) q.as_ptr(), s = in(reg) 2 * stride, options(nostack));
+            if SECOND {
+                asm!("tileloadd tmm7, [{q} + {s}*1]", q = in(reg) q.as_ptr(), s = in(reg) 2 * stride, options(nostack));
+            } else {
+                asm!("tileloadd tmm4, [{q} + {s}*1]", q = in(reg) q.as_ptr(), s = in(reg) 2 * stride, options(nostack));
+            }
         }
     }
 
-    /// Adds to block `B` of scores the products of 32 elements of 16 keys with the queries taken last.
+    /// Adds to block `B` of scores the products of 32 elements of 16 keys with those of the queries.
     #[inline(always)]
     pub(crate) fn score<const B: usize>(self, keys: Left<'_, bf16>) {
         assert!(15 * keys.stride + ROW / 2 <= keys.data.len());
@@ -83,8 +88,35 @@ impl Tiles {
             match B {
                 0 => block!("tmm0", "tmm5"),
                 1 => block!("tmm1", "tmm6"),
-                2 => block!("tmm2", "tmm7"),
-                _ => block!("tmm3", "tmm5"),
+                2 => block!("tmm2", "tmm5"),
+                _ => block!("tmm3", "tmm6"),
+            }
+        }
+    }
+
+    /// As [`Self::score`] twice, with both that were taken of the queries: two lines of a key at a time come a quarter faster
+    /// from the second-level cache.
+    #[inline(always)]
+    pub(crate) fn score_two<const B: usize>(self, keys: Left<'_, bf16>) {
+        assert!(15 * keys.stride + ROW <= keys.data.len());
+        macro_rules! block {
+            ($sums:literal) => {
+                asm!(
+                    "tileloadd tmm5, [{k} + {s}*1]",
+                    concat!("tdpbf16ps ", $sums, ", tmm5, tmm4"),
+                    "tileloadd tmm6, [{k} + {s}*1 + 64]",
+                    concat!("tdpbf16ps ", $sums, ", tmm6, tmm7"),
+                    k = in(reg) keys.data.as_ptr(), s = in(reg) 2 * keys.stride, options(nostack)
+                )
+            };
+        }
+        // SAFETY: as in `take_queries`, with rows of 128 bytes.
+        unsafe {
+            match B {
+                0 => block!("tmm0"),
+                1 => block!("tmm1"),
+                2 => block!("tmm2"),
+                _ => block!("tmm3"),
             }
         }
     }
@@ -202,7 +234,7 @@ mod tests {
     }
 
     fn scores_match_loops(tiles: Tiles, queries: usize) {
-        let (stride, depth) = (72, 64);
+        let (stride, depth) = (104, 96);
         let keys: Vec<bf16> = (0..64 * stride).map(number).collect();
         let query = |r: usize, c: usize| number(3 * r + 5 * c);
         // [steps, 16, queries] pairs, and room for a row of 64 bytes.
@@ -210,16 +242,20 @@ mod tests {
             (0..depth / 2 * queries * 2).map(|i| query(i / 2 % queries, i / 2 / queries * 2 + i % 2)).collect();
         q.resize(q.len() + 32, bf16::ZERO);
         let mut s = vec![0f32; 64 * 16];
+        let rows = |block: usize, c: usize| Left { data: &keys[block * 16 * stride + c..], stride };
         tiles.shape_scores(queries);
         tiles.begin_scores();
-        for step in 0..depth / 32 {
-            tiles.take_queries(&q[step * 32 * queries..], 2 * queries);
-            let keys = |block: usize| Left { data: &keys[block * 16 * stride + step * 32..], stride };
-            tiles.score::<0>(keys(0));
-            tiles.score::<1>(keys(1));
-            tiles.score::<2>(keys(2));
-            tiles.score::<3>(keys(3));
-        }
+        tiles.take_queries::<false>(&q, 2 * queries);
+        tiles.take_queries::<true>(&q[32 * queries..], 2 * queries);
+        tiles.score_two::<0>(rows(0, 0));
+        tiles.score_two::<1>(rows(1, 0));
+        tiles.score_two::<2>(rows(2, 0));
+        tiles.score_two::<3>(rows(3, 0));
+        tiles.take_queries::<false>(&q[64 * queries..], 2 * queries);
+        tiles.score::<0>(rows(0, 64));
+        tiles.score::<1>(rows(1, 64));
+        tiles.score::<2>(rows(2, 64));
+        tiles.score::<3>(rows(3, 64));
         tiles.end_scores(&mut s);
         for (at, got) in s.iter().enumerate() {
             let (j, r) = (at / 16, at % 16);

@@ -125,9 +125,9 @@ impl TileKernel for StreamItem<'_, '_> {
                     let to = to.split_off_mut(..part.dim()).expect("checked by `suits`");
                     part.copy_bf16(v, [0, token, qo_head], b.wide, to);
                 }
-                let q = &mut b.q[head * dq * per_head..];
-                for (i, pair) in b.copies[..dq].as_chunks::<2>().0.iter().enumerate() {
-                    q[(i * per_head + row) * 2..][..2].copy_from_slice(pair);
+                let q = b.q[head * dq * per_head..].as_chunks_mut::<2>().0;
+                for (q, pair) in q.iter_mut().skip(row).step_by(per_head).zip(b.copies[..dq].as_chunks::<2>().0) {
+                    *q = *pair;
                 }
                 let state = start_state(launch, item, &ctx_of(launch, token, qo_head), regs);
                 lanes[head / beside][head % beside * per_head + row] = state;
@@ -243,18 +243,32 @@ impl<'a> Pass<'a, '_> {
             let mut q = &b.q[head * dq * per_head..];
             for (part, rows) in launch.k.iter().zip(&rows) {
                 let keys = rows.of(part, at, first + head, b.copies);
-                for c in (0..part.dim()).step_by(STEP) {
-                    let keys = |g: usize| after(keys[g], c);
-                    tiles.take_queries(q, 2 * per_head);
+                let mut c = 0;
+                while c < part.dim() {
+                    let from = c;
+                    let keys = |g: usize| after(keys[g], from);
+                    tiles.take_queries::<false>(q, 2 * per_head);
                     q = &q[STEP * per_head..];
-                    tiles.score::<0>(keys(0));
-                    asked.more(v, 1);
-                    tiles.score::<1>(keys(1));
-                    asked.more(v, 1);
-                    tiles.score::<2>(keys(2));
-                    asked.more(v, 1);
-                    tiles.score::<3>(keys(3));
-                    asked.more(v, 1);
+                    c += STEP;
+                    if c == part.dim() {
+                        tiles.score::<0>(keys(0));
+                        tiles.score::<1>(keys(1));
+                        tiles.score::<2>(keys(2));
+                        tiles.score::<3>(keys(3));
+                        asked.more(v, 4);
+                        continue;
+                    }
+                    tiles.take_queries::<true>(q, 2 * per_head);
+                    q = &q[STEP * per_head..];
+                    c += STEP;
+                    tiles.score_two::<0>(keys(0));
+                    asked.more(v, 2);
+                    tiles.score_two::<1>(keys(1));
+                    asked.more(v, 2);
+                    tiles.score_two::<2>(keys(2));
+                    asked.more(v, 2);
+                    tiles.score_two::<3>(keys(3));
+                    asked.more(v, 2);
                 }
             }
             tiles.end_scores(&mut b.s[head / beside * SCORES + head % beside * per_head..]);
