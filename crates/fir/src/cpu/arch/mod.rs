@@ -6,6 +6,8 @@ mod amx;
 mod integers;
 mod portable;
 #[cfg(target_arch = "x86_64")]
+mod stream;
+#[cfg(target_arch = "x86_64")]
 mod x86;
 
 #[cfg(target_arch = "x86_64")]
@@ -25,6 +27,19 @@ pub(crate) fn prefetch_ahead(x: &[u8], ahead: usize) {
     }
     #[cfg(not(target_arch = "x86_64"))]
     let _ = (x, ahead);
+}
+
+/// Asks for the lines of `len` elements from `x` on, wherever that is.
+#[inline(always)]
+pub(crate) fn prefetch_at<T>(x: *const T, len: usize) {
+    #[cfg(target_arch = "x86_64")]
+    for at in (0..len * size_of::<T>()).step_by(LINE) {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        // SAFETY: SSE is in the x86-64 baseline, and a prefetch reads nothing, wherever it points.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(x.cast::<i8>().wrapping_add(at)) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (x, len);
 }
 
 /// Bytes of a cache line.

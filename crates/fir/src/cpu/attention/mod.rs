@@ -17,6 +17,8 @@ mod merge;
 mod operand;
 #[cfg(target_arch = "x86_64")]
 mod pipe;
+#[cfg(target_arch = "x86_64")]
+mod stream;
 mod tile;
 #[cfg(target_arch = "x86_64")]
 mod tiles;
@@ -45,6 +47,10 @@ use crate::variant::{Block, Bound, RowCtx, RowProgram, Visible};
 
 /// Most query rows (tokens × heads) of one pass over an item's KV, unless one head alone has more.
 const MAX_ROWS: usize = 64;
+
+/// Most query rows of an item whose keys and values are widened: a tile of them is loaded for all. With 64 rows and a row of
+/// f32 in a page of its own, as eight KV heads of 128 have it, loading took as long as the products.
+const WIDENED_ROWS: usize = 256;
 
 /// Most query rows of a head whose products read the cache directly.
 const DIRECT_ROWS: usize = 8;
@@ -121,7 +127,7 @@ impl Shape {
         let tuning = cpu.tuning();
         let most = match cpu.level() {
             Level::Amx if types.iter().all(|&d| d.size() == 1 || d == DType::BF16) => tuning.attention_rows,
-            _ => MAX_ROWS,
+            _ => WIDENED_ROWS,
         };
         Self { rows: (most / group).max(1) * group, span: tuning.attention_span }
     }
@@ -131,7 +137,7 @@ impl Shape {
         let (dq, dv, rows) = (padded(dim_qk), padded(dim_vo), self.rows.max(MAX_ROWS));
         let floats = rows * (dq + dv) + TILE_KV * (dq + if shared_v { 0 } else { dv }) + rows * TILE_KV;
         #[cfg(target_arch = "x86_64")]
-        let floats = floats.max(tiles::floats(dq, dv, self));
+        let floats = floats.max(tiles::floats(dq, dv, self)).max(stream::floats(dq, dv));
         floats + LINE
     }
 }
@@ -197,16 +203,40 @@ impl<'a, 'b> Worker<'a, 'b> {
         // The request's rows and not the item's, whose last tile may have few: a row's bits do not depend on where it stands.
         // (At a level of a cascade an item has rows of many requests.)
         #[cfg(target_arch = "x86_64")]
-        let rows = item.q_len.max(launch.tokens[item.q_start as usize].q_len as u32) as usize * launch.group;
-        #[cfg(target_arch = "x86_64")]
         if let Some(amx) = cpu.amx()
-            && rows > DIRECT_ROWS
             && tiles::suits(launch)
         {
-            return amx.run(tiles::TileItem { launch, item, buffer: tile, partials, sink, regs, states });
+            let tokens = item.q_len.max(launch.tokens[item.q_start as usize].q_len as u32) as usize;
+            let rows = tokens * launch.group;
+            if rows <= if tokens == 1 { stream::MOST } else { DIRECT_ROWS } && stream::suits(launch) {
+                for item in passes(item, MAX_ROWS / rows, launch.group) {
+                    let buffer = &mut **tile;
+                    let bad = amx.run(stream::StreamItem { launch, item: &item, buffer, partials, sink, regs });
+                    for item in
+                        passes(&item, 1, launch.group).filter(|one| bad >> (one.head_start - item.head_start) & 1 == 1)
+                    {
+                        cpu.run(RunItem { launch, item: &item, tile, partials, sink, regs, states });
+                    }
+                }
+                return;
+            }
+            if rows > DIRECT_ROWS {
+                return amx.run(tiles::TileItem { launch, item, buffer: tile, partials, sink, regs, states });
+            }
         }
         cpu.run(RunItem { launch, item, tile, partials, sink, regs, states });
     }
+}
+
+/// An item as several, of so many heads each.
+#[cfg(target_arch = "x86_64")]
+fn passes(item: &Item, heads: usize, group: usize) -> impl Iterator<Item = Item> + use<> {
+    let item = *item;
+    (item.head_start..item.head_end).step_by(heads).map(move |head_start| {
+        let before = (head_start - item.head_start) * item.q_len * group as u32;
+        let partial = if item.partial == Item::WHOLE { Item::WHOLE } else { item.partial + before };
+        Item { head_start, head_end: item.head_end.min(head_start + heads as u32), partial, ..item }
+    })
 }
 
 /// One item of the schedule.
@@ -403,6 +433,20 @@ fn end_row<V: Vector>(
     } else {
         let (token, qo_head) = (item.q_start as usize + row / group, head as usize * group + row % group);
         v.call(Finish { launch, token, qo_head, o, state, sink, regs });
+    }
+}
+
+/// Asks for the output row that [`end_row`] will write for query row `row` of a KV head, if there is one.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+fn ask_row(launch: &Launch<'_>, item: &Item, (head, row): (u32, usize), sink: &Sink<'_>) {
+    let (group, heads) = (launch.group, launch.kv_heads * launch.group);
+    let row = (item.q_start as usize + row / group) * heads + head as usize * group + row % group;
+    match sink {
+        _ if item.partial != Item::WHOLE => {}
+        Sink::Output { out: Out::F32(rows), .. } | Sink::States(rows) => rows.ask(row),
+        Sink::Output { out: Out::F16(rows), .. } => rows.ask(row),
+        Sink::Output { out: Out::Bf16(rows), .. } => rows.ask(row),
     }
 }
 

@@ -87,6 +87,15 @@ impl<'a> Operand<'a> {
         !matches!(self.elements, Elements::F32(_) | Elements::F16(_))
     }
 
+    /// All elements, if they are bf16.
+    #[inline(always)]
+    pub(super) fn bf16_data(&self) -> Option<&'a [bf16]> {
+        match self.elements {
+            Elements::Bf16(x) => Some(x),
+            _ => None,
+        }
+    }
+
     /// Row `(a, b, c)` where it lies, if it is bf16.
     #[inline(always)]
     pub(super) fn bf16_row(&self, row: [usize; 3]) -> Option<&'a [bf16]> {
@@ -176,9 +185,16 @@ pub(super) struct Ahead<'a> {
 }
 
 impl Ahead<'_> {
+    /// Asks for the part of this head's share of rows that goes with query rows `rows` of `all`.
+    #[inline(always)]
+    pub(super) fn share<V: Vector>(&self, v: V, rows: std::ops::Range<usize>, all: usize) {
+        let n = self.at.len();
+        self.prefetch(v, rows.start * n / all, rows.end * n / all);
+    }
+
     /// Asks for this head's share of rows, `from..to` of as many as there are tokens.
     #[inline(always)]
-    pub(super) fn prefetch<V: Vector>(&self, v: V, from: usize, to: usize) {
+    fn prefetch<V: Vector>(&self, v: V, from: usize, to: usize) {
         let n = self.at.len();
         let (first, count) = self.heads;
         for operand in self.operands {

@@ -30,25 +30,68 @@ impl Kernel for Scores<'_> {
     type Out = ();
     #[inline(always)]
     fn run<V: Vector>(self, v: V) {
-        let Self { q, k, dim, s, mut ahead } = self;
+        let Self { q, k, dim, s, ahead } = self;
         let rows = s.len() / TILE_KV;
         let mut r = 0;
         // 16 accumulators fill half of AVX-512's 32 registers; AVX2 has 16, so half as many there.
         if V::LANES == 16 {
             while r + 4 <= rows {
-                scores_block::<V, 4, 4>(v, &q[r * dim..], k, dim, &mut s[r * TILE_KV..], ahead);
-                ahead.at = &[]; // once
+                ahead.share(v, r..r + 4, rows);
+                scores_of_four(v, &q[r * dim..], k, dim, &mut s[r * TILE_KV..]);
                 r += 4;
             }
         }
         while r + 2 <= rows {
-            scores_block::<V, 2, 4>(v, &q[r * dim..], k, dim, &mut s[r * TILE_KV..], ahead);
-            ahead.at = &[];
+            ahead.share(v, r..r + 2, rows);
+            scores_block::<V, 2, 4>(v, &q[r * dim..], k, dim, &mut s[r * TILE_KV..]);
             r += 2;
         }
         if r < rows {
-            scores_block::<V, 1, 8>(v, &q[r * dim..], k, dim, &mut s[r * TILE_KV..], ahead);
+            ahead.share(v, r..rows, rows);
+            scores_block::<V, 1, 8>(v, &q[r * dim..], k, dim, &mut s[r * TILE_KV..]);
         }
+    }
+}
+
+/// Four query rows, four keys at a time. Zipped, so that the loop, 16 multiply-adds, has a single check: with one for every
+/// slice the products took twice as long.
+#[inline(always)]
+fn scores_of_four<V: Vector>(v: V, q: &[f32], k: TileRows<'_>, dim: usize, s: &mut [f32]) {
+    let mut j = 0;
+    while j < k.len {
+        // Past the last row it is the last again; nobody reads its scores.
+        let mut x = [&k.data[..0]; 4];
+        for (jj, x) in x.iter_mut().enumerate() {
+            *x = &k.data[(j + jj).min(k.len - 1) * k.stride..][..dim];
+        }
+        let mut y = [&q[..0]; 4];
+        for (r, y) in y.iter_mut().enumerate() {
+            *y = &q[r * dim..][..dim];
+        }
+        let x = x[0]
+            .chunks_exact(V::LANES)
+            .zip(x[1].chunks_exact(V::LANES))
+            .zip(x[2].chunks_exact(V::LANES))
+            .zip(x[3].chunks_exact(V::LANES));
+        let y = y[0]
+            .chunks_exact(V::LANES)
+            .zip(y[1].chunks_exact(V::LANES))
+            .zip(y[2].chunks_exact(V::LANES))
+            .zip(y[3].chunks_exact(V::LANES));
+        let mut acc = [[v.splat(0.0); 4]; 4];
+        for ((((x0, x1), x2), x3), (((y0, y1), y2), y3)) in x.zip(y) {
+            let x = [v.load(x0), v.load(x1), v.load(x2), v.load(x3)];
+            let y = [v.load(y0), v.load(y1), v.load(y2), v.load(y3)];
+            for (acc, y) in acc.iter_mut().zip(y) {
+                for (acc, x) in acc.iter_mut().zip(x) {
+                    *acc = v.fma(y, x, *acc);
+                }
+            }
+        }
+        for (sums, s) in v.sums16(acc).iter().zip(s.chunks_exact_mut(TILE_KV)) {
+            s[j..j + 4].copy_from_slice(sums);
+        }
+        j += 4;
     }
 }
 
@@ -59,13 +102,11 @@ fn scores_block<V: Vector, const R: usize, const J: usize>(
     k: TileRows<'_>,
     dim: usize,
     s: &mut [f32],
-    ahead: Ahead<'_>,
 ) {
     let q = &q[..R * dim];
     let n = k.len;
     let mut j = 0;
     while j < n {
-        ahead.prefetch(v, j, j + J);
         // Past the last row it is the last again; nobody reads its scores.
         let mut rows = [&k.data[..0]; J];
         for (jj, row) in rows.iter_mut().enumerate() {
@@ -85,19 +126,6 @@ fn scores_block<V: Vector, const R: usize, const J: usize>(
                 }
             }
             c += V::LANES;
-        }
-        if R == 4 && J == 4 {
-            let mut all = [[v.splat(0.0); 4]; 4];
-            for (all, acc) in all.iter_mut().zip(&acc) {
-                for (all, acc) in all.iter_mut().zip(acc) {
-                    *all = *acc;
-                }
-            }
-            for (sums, s) in v.sums16(all).iter().zip(s.chunks_exact_mut(TILE_KV)) {
-                s[j..j + 4].copy_from_slice(sums);
-            }
-            j += J;
-            continue;
         }
         for (r, acc) in acc.iter().enumerate() {
             let (fours, _) = acc.as_chunks::<4>();
@@ -123,23 +151,33 @@ impl Kernel for Accumulate<'_> {
     type Out = ();
     #[inline(always)]
     fn run<V: Vector>(self, v: V) {
-        let Self { p, x, o, dim, mut ahead } = self;
+        let Self { p, x, o, dim, ahead } = self;
         let rows = p.len() / TILE_KV;
         let mut r = 0;
         if V::LANES == 16 {
             while r + 4 <= rows {
-                accumulate_rows::<V, 4, 4>(v, &p[r * TILE_KV..], x, &mut o[r * dim..], dim, ahead);
-                ahead.at = &[];
+                ahead.share(v, r..r + 4, rows);
+                let (p, o) = (&p[r * TILE_KV..], &mut o[r * dim..]);
+                let mut c = 0;
+                while c + 4 * V::LANES <= dim {
+                    accumulate_four(v, p, x, o, dim, c);
+                    c += 4 * V::LANES;
+                }
+                while c < dim {
+                    accumulate_block::<V, 4, 1>(v, p, x, o, dim, c);
+                    c += V::LANES;
+                }
                 r += 4;
             }
         }
         while r + 2 <= rows {
-            accumulate_rows::<V, 2, 4>(v, &p[r * TILE_KV..], x, &mut o[r * dim..], dim, ahead);
-            ahead.at = &[];
+            ahead.share(v, r..r + 2, rows);
+            accumulate_rows::<V, 2, 4>(v, &p[r * TILE_KV..], x, &mut o[r * dim..], dim);
             r += 2;
         }
         if r < rows {
-            accumulate_rows::<V, 1, 8>(v, &p[r * TILE_KV..], x, &mut o[r * dim..], dim, ahead);
+            ahead.share(v, r..rows, rows);
+            accumulate_rows::<V, 1, 8>(v, &p[r * TILE_KV..], x, &mut o[r * dim..], dim);
         }
     }
 }
@@ -151,18 +189,46 @@ fn accumulate_rows<V: Vector, const R: usize, const C: usize>(
     x: TileRows<'_>,
     o: &mut [f32],
     dim: usize,
-    mut ahead: Ahead<'_>,
 ) {
     let mut c = 0;
     while c + C * V::LANES <= dim {
-        accumulate_block::<V, R, C>(v, p, x, o, dim, c, ahead);
-        ahead.at = &[];
+        accumulate_block::<V, R, C>(v, p, x, o, dim, c);
         c += C * V::LANES;
     }
     while c < dim {
-        accumulate_block::<V, R, 1>(v, p, x, o, dim, c, ahead);
-        ahead.at = &[];
+        accumulate_block::<V, R, 1>(v, p, x, o, dim, c);
         c += V::LANES;
+    }
+}
+
+/// Four rows, four vectors of columns from `c` on; zipped for the reason that [`scores_of_four`] is.
+#[inline(always)]
+fn accumulate_four<V: Vector>(v: V, p: &[f32], x: TileRows<'_>, o: &mut [f32], dim: usize, c: usize) {
+    let mut acc = [[v.splat(0.0); 4]; 4];
+    for (acc, o) in acc.iter_mut().zip(o.chunks_exact(dim)) {
+        for (acc, o) in acc.iter_mut().zip(o[c..].chunks_exact(V::LANES)) {
+            *acc = v.load(o);
+        }
+    }
+    let rows = x.data.chunks_exact(x.stride).take(x.len);
+    let [p0, p1, p2, p3] = [0, 1, 2, 3].map(|r| &p[r * TILE_KV..][..TILE_KV]);
+    for ((row, (p0, p1)), (p2, p3)) in rows.zip(p0.iter().zip(p1)).zip(p2.iter().zip(p3)) {
+        let row = &row[c..c + 4 * V::LANES];
+        let mut x = [v.splat(0.0); 4];
+        for (x, row) in x.iter_mut().zip(row.chunks_exact(V::LANES)) {
+            *x = v.load(row);
+        }
+        for (acc, p) in acc.iter_mut().zip([p0, p1, p2, p3]) {
+            let p = v.splat(*p);
+            for (acc, x) in acc.iter_mut().zip(x) {
+                *acc = v.fma(p, x, *acc);
+            }
+        }
+    }
+    for (acc, o) in acc.iter().zip(o.chunks_exact_mut(dim)) {
+        for (acc, o) in acc.iter().zip(o[c..].chunks_exact_mut(V::LANES)) {
+            v.store(*acc, o);
+        }
     }
 }
 
@@ -174,7 +240,6 @@ fn accumulate_block<V: Vector, const R: usize, const C: usize>(
     o: &mut [f32],
     dim: usize,
     c: usize,
-    ahead: Ahead<'_>,
 ) {
     let mut acc = [[v.splat(0.0); C]; R];
     for (r, acc) in acc.iter_mut().enumerate() {
@@ -183,7 +248,6 @@ fn accumulate_block<V: Vector, const R: usize, const C: usize>(
         }
     }
     for j in 0..x.len {
-        ahead.prefetch(v, j, j + 1);
         let row = &x.data[j * x.stride + c..][..C * V::LANES];
         let mut xv = [v.splat(0.0); C];
         for (i, xv) in xv.iter_mut().enumerate() {

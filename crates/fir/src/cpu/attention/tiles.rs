@@ -9,7 +9,9 @@
 use std::ops::Range;
 
 use super::pipe::Pipe;
-use super::{Item, Launch, Operand, Registers, Shape, Sink, State, block_of, ctx_of, end_row, locate, start_state};
+use super::{
+    Item, Launch, Operand, Registers, Shape, Sink, State, ask_row, block_of, ctx_of, end_row, locate, start_state,
+};
 use crate::cpu::arch::{Avx512, TILE, TileKernel, Tiles};
 use crate::cpu::pool::RowsOnce;
 use crate::plan::TILE_KV;
@@ -24,6 +26,9 @@ pub(super) const STEP: usize = 32;
 pub(super) const BLOCK: usize = STRIP * STEP;
 /// Blocks of sums before those of a strip's scores: two of the pipeline's, and one for what tiles hold at first.
 pub(super) const RING: usize = 3;
+
+/// Rows before the one that is written whose lines are asked for.
+const ROWS_AHEAD: usize = 8;
 
 /// Whether a launch can go through tiles: queries, keys and values are exact in bf16, the weights need be no finer than
 /// the output, and head dims are whole pairs of tiles.
@@ -132,7 +137,7 @@ impl TileKernel for TileItem<'_, '_> {
         let mut b = Buffers::new(buffer, rows, launch.shape.span, dq, dv);
         let tokens = &launch.tokens[item.q_start as usize..][..item.q_len as usize];
         for head in item.head_start..item.head_end {
-            b.q.fill(bf16::ZERO);
+            b.q[per_head / 16 * 16 * dq..].fill(bf16::ZERO);
             for (row, state) in states[..per_head].iter_mut().enumerate() {
                 let (token, qo_head) = (item.q_start as usize + row / group, head as usize * group + row % group);
                 let mut to = &mut b.step[..dq];
@@ -163,9 +168,12 @@ impl TileKernel for TileItem<'_, '_> {
             }
 
             for (row, &state) in states[..per_head].iter().enumerate() {
+                ask_row(launch, item, (head, row + ROWS_AHEAD), sink);
                 for c in 0..dv / STEP {
                     let at = b.output(row, c, dv);
-                    b.wide[c * STEP..][..STEP].copy_from_slice(&b.sums[at]);
+                    // Of a length that is known it is two instructions, else a call.
+                    let from = b.sums[at].first_chunk::<STEP>().expect("a step");
+                    *b.wide[c * STEP..].first_chunk_mut().expect("a step") = *from;
                 }
                 end_row(v, launch, item, (head, row), &mut b.wide[..dv], state, partials, sink, regs);
             }

@@ -256,11 +256,47 @@ fn values_that_are_not_finite_stay_where_they_are_among_many_rows() {
 }
 
 #[test]
+fn few_rows_match_reference_wherever_their_keys_lie() {
+    for (qo, kv) in [(1, 1), (3, 3), (8, 2), (20, 4), (16, 1), (48, 3), (70, 7)] {
+        for (page_size, layout) in [(1, KvLayout::Nhd), (5, KvLayout::Hnd), (16, KvLayout::Nhd), (64, KvLayout::Hnd)] {
+            let mut case = Case::new(qo, kv, 64, DType::BF16, variant::causal());
+            (case.page_size, case.layout) = (page_size, layout);
+            (case.q_lens, case.kv_lens) = (vec![1, 1, 1, 2, 1], vec![0, 1, 64, 70, 333]);
+            check_case(&case, &Params::new());
+        }
+    }
+}
+
+#[test]
+fn numbers_that_are_not_finite_stay_where_they_are_among_few_rows() {
+    let mut case = Case::new(8, 2, 64, DType::BF16, variant::causal());
+    (case.q_lens, case.kv_lens, case.page_size) = (vec![1, 1, 1], vec![300, 70, 40], 16);
+    for bad in [half::bf16::INFINITY, half::bf16::NAN] {
+        let mut batch = Batch::new(&case);
+        let at = |r: usize, position: usize, head: usize| {
+            let (page, slot) = batch.table.locate(r, position).unwrap();
+            ((page * case.page_size + slot) * 2 + head) * 64
+        };
+        let (value, key) = (at(0, 270, 1) + 5, at(1, 3, 0) + 8);
+        batch.v.as_mut_slice::<half::bf16>().unwrap()[value] = bad;
+        batch.k.as_mut_slice::<half::bf16>().unwrap()[key] = half::bf16::NAN;
+        let params = Params::new();
+        let expected = expected(&case, &batch, &params);
+        every_exec(|exec| {
+            for split in [Split::Balanced, Split::Fixed(64)] {
+                let (out, lse) = run(exec, &case, &batch, &params, split, true);
+                expected.check(&format!("{exec:?} {split:?} {bad}"), out.view(), Some(lse.view()));
+            }
+        });
+    }
+}
+
+#[test]
 fn maxima_that_grow_late_are_followed() {
     // Scores of the first positions are small, those of some later ones 2^16 and 2^100 times their weight, and of one
     // request all are small but for the last position.
     let mut case = Case::new(4, 2, 64, DType::BF16, variant::causal());
-    (case.q_lens, case.kv_lens, case.page_size) = (vec![40, 33, 70], vec![600, 300, 70], 16);
+    (case.q_lens, case.kv_lens, case.page_size) = (vec![40, 33, 70, 1], vec![600, 300, 70, 400], 16);
     for grown in [16.0, 100.0, 4000.0] {
         let mut batch = Batch::new(&case);
         let mut grow = |r: usize, position: usize| {
@@ -270,7 +306,9 @@ fn maxima_that_grow_late_are_followed() {
                 *x = half::bf16::from_f32(x.to_f32() * grown);
             }
         };
-        for (r, position) in [(0, 100), (0, 101), (0, 250), (0, 257), (0, 511), (0, 560), (1, 299)] {
+        for (r, position) in
+            [(0, 100), (0, 101), (0, 250), (0, 257), (0, 511), (0, 560), (1, 299), (3, 63), (3, 200), (3, 399)]
+        {
             grow(r, position);
         }
         (10..40).for_each(|position| grow(2, position));
