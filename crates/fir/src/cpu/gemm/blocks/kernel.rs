@@ -2,8 +2,8 @@
 
 use std::marker::PhantomData;
 
-use super::pack::{Cell, LANES, Packed, SUPER};
-use super::{Activations, FEW, MANY, PANELS, TILED};
+use super::pack::{Cell, GROUP, LANES, Packed, SUPER};
+use super::{Activations, FEW, PANELS, TILED};
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::arch::Amx;
 use crate::cpu::arch::prefetch_ahead;
@@ -11,23 +11,26 @@ use crate::cpu::exec::Cpu;
 use crate::cpu::integers::{IntKernel, Integers};
 use crate::tensor::{BlockFormat, IQ4_VALUES};
 
-/// Rows in memory for `rows` of them: what the kernels take at a time, at any level.
-pub(super) fn padded(rows: usize) -> usize {
+/// Rows in memory for `rows` of them: what the kernels take at a time.
+pub(super) fn padded(cpu: &Cpu, format: BlockFormat, rows: usize) -> usize {
     match rows {
         0..=FEW => rows.next_power_of_two(),
-        _ => rows.next_multiple_of(MANY),
+        _ => rows.next_multiple_of(tile_rows(cpu, format, rows).unwrap_or(FEW)),
     }
 }
 
-/// Whether so many rows, [`padded`], go through AMX tiles.
-pub(super) fn is_tiled(cpu: &Cpu, rows: usize) -> bool {
+/// Rows that AMX tiles take at a time, if so many go through them.
+pub(super) fn tile_rows(cpu: &Cpu, format: BlockFormat, rows: usize) -> Option<usize> {
     #[cfg(target_arch = "x86_64")]
-    return rows >= TILED && cpu.amx().is_some();
-    #[cfg(not(target_arch = "x86_64"))]
-    {
-        let _ = (cpu, rows, TILED);
-        false
+    if cpu.amx().is_some() {
+        return match format.elements() {
+            GROUP => (rows > FEW).then_some(super::halves::ROWS),
+            _ => (rows >= TILED).then_some(super::tiles::ROWS),
+        };
     }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (cpu, format, rows, GROUP, TILED);
+    None
 }
 
 /// Adds to `sums`, `[panels, rows, 16]`, the product of the panels from `first` on and all rows of `acts`.
@@ -41,7 +44,7 @@ pub(super) fn run(cpu: &Cpu, acts: &[Activations], w: &Packed, first: usize, row
                 rows,
                 sums,
                 #[cfg(target_arch = "x86_64")]
-                amx: cpu.amx(),
+                amx: cpu.amx().filter(|_| tile_rows(cpu, w.format(), rows).is_some()),
                 of: PhantomData::<($codes, $scales)>,
             })
         };
@@ -203,10 +206,13 @@ impl<C: Codes, S: Scales> IntKernel for Product<'_, C, S> {
         }
         #[cfg(target_arch = "x86_64")]
         if V::TILES
-            && rows >= TILED
             && let Some(amx) = self.amx
         {
-            return super::tiles::run::<V, C, S>(v, amx, acts, w, first, rows, sums);
+            return if S::INTEGERS {
+                super::tiles::run::<V, C, S>(v, amx, acts, w, first, rows, sums)
+            } else {
+                super::halves::run::<V, C, S>(v, amx, acts, w, first, rows, sums)
+            };
         }
         let mut plain = [[0u8; 4 * LANES * SUPER / 4]; PANELS];
         for (s, acts) in acts.chunks_exact(rows).enumerate() {
@@ -227,7 +233,7 @@ impl<C: Codes, S: Scales> IntKernel for Product<'_, C, S> {
 
 /// Bytes ahead of the group in use that few rows ask the memory for. Cells are short, so the caches' own prefetchers, which
 /// follow one stream, start anew for the codes and the scales of each: over 40 % of the time went into waiting for these.
-const AHEAD: usize = 4096;
+pub(super) const AHEAD: usize = 4096;
 
 /// Calls `$body` with `$i` standing for each number.
 macro_rules! each {
