@@ -20,7 +20,7 @@ use crate::kv::tier::Tier;
 use crate::request::{Attention, Event, Finish, TokenLogprobs};
 use crate::runner::{Batch, Seq, Shared};
 use crate::sampler::{Chooser, Sampler, logprobs_of};
-use crate::sched::{self, Scheduler, SeqId, Step, Work};
+use crate::sched::{self, Lists, Scheduler, SeqId, Step, Work};
 use crate::spec::Guesser;
 use crate::spec::draft::{Drafter, Want};
 use crate::stats::{Histogram, Stats};
@@ -88,6 +88,8 @@ pub struct Engine {
     /// A smaller model that guesses.
     drafter: Option<Drafter>,
     stats: Stats,
+    /// Of the last step, for the next.
+    lists: Lists,
     failures: u32,
     /// When the engine stops whatever is left.
     drain: Option<Instant>,
@@ -116,6 +118,7 @@ impl Engine {
             choices: HashMap::new(),
             drafter,
             stats: Stats { step_tokens: Histogram::of_tokens(), ..Stats::default() },
+            lists: Lists::default(),
             failures: 0,
             drain: None,
         }
@@ -131,13 +134,17 @@ impl Engine {
         // The largest step there is: attention's scratch is made for it here, and never again.
         let most = self.config.max_step_tokens.min(self.sched.capacity()).min(self.link.context);
         let pages: Vec<u32> = (0..most.div_ceil(page_size) as u32).collect();
-        for (past, new) in [(0, most), (0, most / 2), (most / 2, most / 4), (most - 1, 1), (most / 2, 1), (0, 1)] {
+        // What the first takes is not learned from: weights and buffers are touched for the first time.
+        let steps = [(0, most), (0, most), (0, most / 2), (most / 2, most / 4), (most - 1, 1), (most / 2, 1), (0, 1)];
+        for (i, (past, new)) in steps.into_iter().enumerate() {
             let tokens = vec![0; new.max(1)];
             let seqs = [Seq { new: tokens.len(), past, pages: &pages, ..Seq::default() }];
             let rows = [tokens.len() as u32 - 1];
             let start = Instant::now();
             self.backend.step(&Batch { tokens: &tokens, seqs: &seqs, logits: &rows, shared: &[] })?;
-            self.sched.cost.learn(sched::cost::Load::of(past, tokens.len(), 1), start.elapsed());
+            if i > 0 {
+                self.sched.cost.learn(sched::cost::Load::of(past, tokens.len(), 1), start.elapsed());
+            }
         }
         if self.config.cascade && pages.len() > 2 {
             // The page before is shared; each writes into one of its own.
@@ -318,6 +325,7 @@ impl Engine {
             }
             Err(error) => self.failed(&step.works, &error)?,
         }
+        self.sched.recycle(step);
         Ok(true)
     }
 
@@ -390,9 +398,10 @@ impl Engine {
 
     /// Runs a step and draws its tokens; returns the sequences that cannot go on, with the reason.
     fn run_step(&mut self, step: &Step) -> Result<Vec<(SeqId, String)>> {
-        let built = self.sched.batch(step);
+        let built = self.sched.batch(step, std::mem::take(&mut self.lists));
         let vocab = self.backend.vocab();
         let logits = self.backend.step(&built.batch())?;
+        self.lists = built.into_lists();
         self.sampler.clear();
         let (mut at, mut bad) = (0, Vec::new());
         for work in step.works.iter().filter(|w| w.rows + w.scored > 0) {

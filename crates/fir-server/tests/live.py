@@ -280,6 +280,75 @@ def test_a_disk_tier_that_is_destroyed_changes_no_answer(tmp_path):
     assert first == want and again == want and later == want + want
 
 
+def test_an_engine_that_was_killed_leaves_nothing_behind(tmp_path):
+    prompts = [words(900, 50 + i) for i in range(6)]
+    ask = lambda server, p: server.complete(p, max_tokens=8)["choices"][0]["text"]
+    folder = tmp_path / "kv"
+    flags = ["--memory", "110MiB", "--context", "2048", "--max-running", "2", "--disk-cache", str(folder)]
+    files = lambda: {p for p in folder.rglob("*.kv")}
+    with Server(*flags) as server:
+        first = [ask(server, p) for p in prompts]
+        server.wait(lambda _: len(files()) > 20)
+        # While pages are written: some file may be torn.
+        thread = threading.Thread(target=lambda: together([lambda p=p: ask(server, p) for p in prompts]))
+        thread.start()
+        time.sleep(0.1)
+        server.process.kill()
+        thread.join()
+    left = files()
+    assert left, "a process that is killed cannot clean up"
+    with Server(*flags) as server:
+        assert not files() & left, "the next one does"
+        again = [ask(server, p) for _ in range(2) for p in prompts]
+        assert again == first + first
+        assert server.metrics()["fir_tier_damaged_pages_total"] == 0, "it trusts no file that it did not write"
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(timeout=60) == 0
+    assert not any(folder.iterdir()), "one that ends in peace leaves nothing"
+
+
+def test_clients_of_all_kinds_for_a_while_cost_no_memory(tmp_path):
+    small = ["--memory", "160MiB", "--context", "2048", "--max-running", "8", "--queue-requests", "16"]
+    with Server(*small, "--disk-cache", str(tmp_path / "kv"), "--disk-cache-size", "64MiB") as server:
+        resident = lambda: int(re.search(r"VmRSS:\s+(\d+)", pathlib.Path(f"/proc/{server.process.pid}/status").read_text())[1]) / 1024
+        schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+        count = [0]
+
+        def client(i):
+            pick = random.Random(i)
+            body = CHAT | {"max_tokens": pick.randrange(1, 24), "seed": i, "stream": i % 2 == 0}
+            body |= [
+                {"n": 3},
+                {"logprobs": True, "top_logprobs": 5},
+                {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}},
+                {"stop": ["the", "."]},
+                {"max_tokens": 10**9 if i % 3 else -1},
+                {"messages": [{"role": "user", "content": words(pick.randrange(20, 700), i % 5)}]},
+                {"attention": {"type": "streaming", "sinks": 4, "window": 64}},
+                {"temperature": 0},
+            ][pick.randrange(8)]
+            patience = httpx.Timeout(0.05 if i % 5 == 0 else 120, connect=10)
+            try:
+                answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=patience)
+                assert answer.status_code in (200, 400, 429), answer.text
+                count[0] += answer.status_code == 200
+            except httpx.TimeoutException:
+                pass
+
+        sizes = []
+        for round in range(6):
+            failed = [e for e in together([lambda i=i: client(i) for i in range(round * 60, round * 60 + 60)]) if e]
+            assert not failed, failed[0]
+            found = server.wait(lambda m: m["fir_requests_running"] + m["fir_requests_waiting"] == 0)
+            assert found["fir_kv_usage_ratio"] == 0 and found["fir_http_requests_in_flight"] == 0
+            sizes.append(resident())
+        print(f"\n{count[0]} of 360 answered; resident {' '.join(f'{s:.0f}' for s in sizes)} MiB; "
+              f"{found['fir_preemptions_total']:.0f} preemptions, {found['fir_restored_tokens_total']:.0f} tokens from tiers")
+        assert count[0] > 60
+        # The allocator keeps some of what a round of 60 threads' worth of requests had at its busiest.
+        assert sizes[-1] < sizes[2] + 32, sizes
+
+
 def test_a_long_prompt_does_not_stop_the_others():
     with Server("--itl-target-ms", "50") as server:
         gaps, ends = [], {}
@@ -303,10 +372,11 @@ def test_a_long_prompt_does_not_stop_the_others():
         together([stream, long])
         during = sorted(gap for at, gap in gaps if ends["begin"] < at < ends["end"])
         assert len(during) > 5
-        middle = during[len(during) // 2]
+        middle, late = during[len(during) // 2], during[len(during) * 99 // 100]
         took = ends["end"] - ends["begin"]
-        print(f"\na prompt of 6,000 words took {took:.2f} s; beside it a token came every {middle * 1e3:.0f} ms, at the latest after {during[-1] * 1e3:.0f}")
-        assert middle < 0.25 and during[-1] < 1.5
+        print(f"\na prompt of 6,000 words took {took:.2f} s; beside it a token came every {middle * 1e3:.0f} ms, p99 {late * 1e3:.0f}, at the latest after {during[-1] * 1e3:.0f}")
+        # The target is 50 on a machine that does nothing else.
+        assert middle < 0.1 and late < 0.5
 
 
 def test_a_text_longer_than_the_context_streams():

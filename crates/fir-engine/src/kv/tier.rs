@@ -8,14 +8,16 @@ use std::collections::{HashMap, VecDeque};
 use std::fs;
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 
 use crate::error::{Error, Result};
+use crate::sampler::fresh_seed;
 use crate::stats::TierStats;
 
 const MAGIC: [u8; 8] = *b"FIR-KV-1";
+/// How names of engines' folders begin.
+const PREFIX: &str = "fir-kv-";
 
 /// How much may be kept below the pool.
 #[derive(Clone, Debug, Default)]
@@ -62,6 +64,8 @@ struct Shared {
     work: Condvar,
     host_budget: u64,
     disk: Option<(PathBuf, u64)>,
+    /// Says that the folder is in use, for as long as it is held.
+    _used: Option<fs::File>,
     wake: Box<dyn Fn() + Send + Sync>,
 }
 
@@ -75,12 +79,18 @@ pub(crate) struct Tier {
 impl Tier {
     /// `wake` is called from the tier's thread when a page that was [`Fetch::Pending`] has come or is lost.
     pub(crate) fn new(budget: Budget, wake: impl Fn() + Send + Sync + 'static) -> Result<Self> {
-        let disk = budget.disk.map(|(folder, bytes)| Ok::<_, Error>((own_folder(&folder)?, bytes))).transpose()?;
+        let (mut disk, mut used) = (None, None);
+        if let Some((folder, bytes)) = budget.disk {
+            let (own, lock) =
+                own_folder(&folder).map_err(|source| Error::Io { path: folder.display().to_string(), source })?;
+            (disk, used) = (Some((own, bytes)), Some(lock));
+        }
         let shared = Arc::new(Shared {
             state: Mutex::default(),
             work: Condvar::new(),
             host_budget: budget.host,
             disk,
+            _used: used,
             wake: Box::new(wake),
         });
         let of_thread = Arc::clone(&shared);
@@ -184,7 +194,7 @@ impl Drop for Tier {
             let _ = thread.join();
         }
         if let Some((folder, _)) = &self.shared.disk {
-            let _ = fs::remove_dir_all(folder);
+            remove(folder);
         }
     }
 }
@@ -194,13 +204,39 @@ fn lock(shared: &Shared) -> MutexGuard<'_, State> {
     shared.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
-/// A folder of this process alone: two engines may be given the same one.
-fn own_folder(folder: &Path) -> Result<PathBuf> {
-    static COUNT: AtomicU64 = AtomicU64::new(0);
-    let name = format!("fir-kv-{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
-    let own = folder.join(name);
-    fs::create_dir_all(&own).map_err(|source| Error::Io { path: own.display().to_string(), source })?;
-    Ok(own)
+/// A folder of this engine alone, as others may be given the same one (from another machine's view of the disk too, where
+/// process numbers repeat), and the file beside it that is locked while it is in use. Folders of engines that were killed
+/// are removed: the system has let go of their locks.
+fn own_folder(folder: &Path) -> std::io::Result<(PathBuf, fs::File)> {
+    fs::create_dir_all(folder)?;
+    for other in fs::read_dir(folder)?.filter_map(std::result::Result::ok) {
+        let path = other.path();
+        if !other.file_name().to_string_lossy().starts_with(PREFIX) || !path.is_dir() {
+            continue;
+        }
+        let dead = match fs::File::open(lock_of(&path)) {
+            Ok(file) => file.try_lock().is_ok(),
+            Err(error) => error.kind() == std::io::ErrorKind::NotFound,
+        };
+        if dead {
+            remove(&path);
+        }
+    }
+    let own = folder.join(format!("{PREFIX}{:016x}", fresh_seed()));
+    // Before there is a folder to be found. Where files cannot be locked, nobody can lock this one, and all folders stay.
+    let used = fs::File::create_new(lock_of(&own))?;
+    let _ = used.lock();
+    fs::create_dir(&own)?;
+    Ok((own, used))
+}
+
+fn lock_of(own: &Path) -> PathBuf {
+    own.with_extension("lock")
+}
+
+fn remove(own: &Path) {
+    let _ = fs::remove_dir_all(own);
+    let _ = fs::remove_file(lock_of(own));
 }
 
 fn file(folder: &Path, key: u64) -> PathBuf {
@@ -363,6 +399,38 @@ mod tests {
         (tier, path, keys)
     }
 
+    /// The one engine's folder in `path`.
+    fn own_of(path: &Path) -> PathBuf {
+        let mut own = fs::read_dir(path).unwrap().map(|e| e.unwrap().path()).filter(|p| p.is_dir());
+        let first = own.next().unwrap();
+        assert_eq!(own.next(), None);
+        first
+    }
+
+    #[test]
+    fn folders_of_engines_that_were_killed_are_removed_and_those_of_others_not() {
+        let (mut first, path, keys) = filled("killed", 40, 1 << 20);
+        // What a killed process leaves: files, and a lock that nobody holds.
+        for name in ["fir-kv-1-0", "fir-kv-00000000deadbeef"] {
+            fs::create_dir(path.join(name)).unwrap();
+            fs::write(path.join(name).join("0000000000000001.kv"), b"torn").unwrap();
+        }
+        fs::write(path.join("fir-kv-00000000deadbeef.lock"), b"").unwrap();
+        fs::create_dir(path.join("somebody-elses")).unwrap();
+        let budget = Budget { host: 8_000, disk: Some((path.clone(), 1 << 20)) };
+        let second = Tier::new(budget, || {}).unwrap();
+        let mut left: Vec<_> = fs::read_dir(&path).unwrap().map(|e| e.unwrap().file_name()).collect();
+        left.sort();
+        assert_eq!(left.len(), 5, "two folders and their locks, and a stranger's: {left:?}");
+        drop(second);
+        for &key in &keys {
+            assert_eq!(take(&mut first, key), Fetch::Ready(page(key)));
+        }
+        drop(first);
+        assert_eq!(fs::read_dir(&path).unwrap().count(), 1);
+        fs::remove_dir_all(path).unwrap();
+    }
+
     fn take(tier: &mut Tier, key: u64) -> Fetch {
         let mut got = Fetch::Pending;
         until("a page", || {
@@ -380,10 +448,7 @@ mod tests {
             assert_eq!(take(&mut tier, key), Fetch::Ready(page(key)));
             assert_eq!(tier.take(key), Fetch::Missing, "a page is given once");
         }
-        until("removal of files", || {
-            let own = fs::read_dir(&path).unwrap().next().unwrap().unwrap().path();
-            fs::read_dir(own).unwrap().count() == 0
-        });
+        until("removal of files", || fs::read_dir(own_of(&path)).unwrap().count() == 0);
         let stats = tier.stats();
         assert_eq!((stats.host_bytes, stats.disk_bytes, stats.restored, stats.damaged), (0, 0, 40, 0));
         drop(tier);
@@ -394,7 +459,7 @@ mod tests {
     #[test]
     fn damaged_files_are_missing_pages() {
         let (mut tier, path, keys) = filled("damaged", 40, 1 << 20);
-        let own = fs::read_dir(&path).unwrap().next().unwrap().unwrap().path();
+        let own = own_of(&path);
         fs::remove_file(file(&own, keys[0])).unwrap();
         let cut = fs::OpenOptions::new().write(true).open(file(&own, keys[1])).unwrap();
         cut.set_len(500).unwrap();

@@ -1,23 +1,34 @@
 //! What a step is made of: how far each prompt goes, who reads a prefix together, and the batch that the model gets.
 
 use super::cost::Load;
-use super::group::{self, Member};
 use super::{CHUNK, STREAM, Scheduler, Seq, SeqId, Step, Work, scored_rows};
 use crate::request::Attention;
 use crate::runner::{self, Batch, Rule, Shared};
 
+/// Lists of a step, kept from one to the next.
+#[derive(Debug, Default)]
+pub(crate) struct Lists {
+    tokens: Vec<u32>,
+    logits: Vec<u32>,
+    shared: Vec<Shared>,
+    starts: Vec<usize>,
+}
+
 /// A step as the model takes it.
 #[derive(Debug, Default)]
 pub(crate) struct Built<'a> {
-    tokens: Vec<u32>,
+    lists: Lists,
     seqs: Vec<runner::Seq<'a>>,
-    logits: Vec<u32>,
-    shared: Vec<Shared>,
 }
 
 impl Built<'_> {
     pub(crate) fn batch(&self) -> Batch<'_> {
-        Batch { tokens: &self.tokens, seqs: &self.seqs, logits: &self.logits, shared: &self.shared }
+        let Lists { tokens, logits, shared, .. } = &self.lists;
+        Batch { tokens, seqs: &self.seqs, logits, shared }
+    }
+
+    pub(crate) fn into_lists(self) -> Lists {
+        self.lists
     }
 }
 
@@ -72,38 +83,34 @@ impl Scheduler {
         }
     }
 
-    /// Orders a step's parts so that those that share a prefix stand together.
-    pub(super) fn group(&self, works: Vec<Work>, load: Load) -> Step {
-        let read_flat = works.iter().map(|w| self.seq(w.id).held() + w.new).sum();
-        let mut step = Step { load, read_flat, read: read_flat, ..Step::default() };
-        let streams = |w: &Work| matches!(self.seq(w.id).attention, Attention::Streaming { .. });
-        if !self.limits.cascade || works.len() < 2 {
-            step.works = works;
-            step.works.sort_by_key(streams);
-            return step;
-        }
+    /// Orders a step's parts so that those that share a prefix stand together; what streams stands last.
+    pub(super) fn group(&mut self, works: &[Work], load: Load) -> Step {
+        let mut step = std::mem::take(&mut self.spare);
+        (step.load, step.read_flat) = (load, works.iter().map(|w| self.seq(w.id).held() + w.new).sum());
+        step.works.clear();
+        let mut groups = std::mem::take(&mut self.groups);
+        let count = if self.limits.cascade && works.len() > 1 { works.len() } else { 0 };
         // Prompts take another road than answers, by many rows at once, with or without a shared prefix.
-        let member = |w: &Work| {
-            let seq = self.seq(w.id);
+        groups.find(count, self.limits.page_size, |i| {
+            let seq = self.seq(works[i].id);
             let grouped = seq.attention.shares() && seq.computed >= seq.prompt;
-            let whole = if grouped { seq.computed / self.limits.page_size } else { 0 };
-            Member { pages: &seq.pages, whole }
-        };
-        let members: Vec<_> = works.iter().map(member).collect();
-        let (order, mut shared) = group::groups(&members, self.limits.page_size);
-        // Groups stand first, then what shares nothing, then what streams.
-        let mut grouped = vec![false; works.len()];
-        for g in &mut shared {
-            let members = &order[g.first..g.first + g.count];
+            if grouped { &seq.pages[..seq.computed / self.limits.page_size] } else { &[] }
+        });
+        for g in &mut groups.chosen {
+            let members = &groups.order[g.first..g.first + g.count];
             g.first = step.works.len();
             step.works.extend(members.iter().map(|&i| works[i]));
-            members.iter().for_each(|&i| grouped[i] = true);
         }
-        let mut rest: Vec<Work> = works.iter().zip(grouped).filter(|(_, g)| !g).map(|(w, _)| *w).collect();
-        rest.sort_by_key(streams);
-        step.works.extend(rest);
-        step.read -= shared.iter().map(|g| (g.count - 1) * g.len).sum::<usize>();
-        step.shared = shared;
+        let streams = |w: &Work| matches!(self.seq(w.id).attention, Attention::Streaming { .. });
+        for last in [false, true] {
+            let rest =
+                works.iter().enumerate().filter(|(i, w)| groups.grouped.get(*i) != Some(&true) && streams(w) == last);
+            step.works.extend(rest.map(|(_, w)| *w));
+        }
+        step.read = step.read_flat - groups.chosen.iter().map(|g| (g.count - 1) * g.len).sum::<usize>();
+        step.shared.clear();
+        step.shared.extend_from_slice(&groups.chosen);
+        self.groups = groups;
         step
     }
 
@@ -122,24 +129,20 @@ impl Scheduler {
     /// The batch of a step. Tokens of a prompt are one sequence of it; those of an answer are one each, as they are when
     /// they are drawn one by one: guesses and what is computed again then have the very bits of the first time. (A
     /// layer stores the KV of all its tokens before it attends, so that each sees those before.)
-    pub(crate) fn batch<'a>(&'a self, step: &Step) -> Built<'a> {
+    pub(crate) fn batch<'a>(&'a self, step: &Step, lists: Lists) -> Built<'a> {
         // A sequence for each prompt, and for each token of an answer, which has a row of logits.
-        let rows = step.load.rows;
-        let mut built = Built {
-            tokens: Vec::with_capacity(step.load.tokens),
-            seqs: Vec::with_capacity(rows + step.works.len()),
-            logits: Vec::with_capacity(rows),
-            shared: Vec::with_capacity(step.shared.len()),
-        };
-        let mut starts = Vec::with_capacity(step.works.len() + 1);
+        let mut built = Built { lists, seqs: Vec::with_capacity(step.load.rows + step.works.len()) };
+        let Lists { tokens, logits, shared, starts } = &mut built.lists;
+        tokens.clear();
+        logits.clear();
+        shared.clear();
+        starts.clear();
         for work in &step.works {
             starts.push(built.seqs.len());
             let seq = self.seq(work.id);
             let (past, end, dropped) = (seq.computed, seq.computed + work.new, seq.dropped);
-            built.tokens.extend(seq.tokens[past..].iter().chain(&seq.drafts).take(work.new));
-            built
-                .logits
-                .extend((built.tokens.len() - work.rows - work.scored..built.tokens.len()).map(|row| row as u32));
+            tokens.extend(seq.tokens[past..].iter().chain(&seq.drafts).take(work.new));
+            logits.extend((tokens.len() - work.rows - work.scored..tokens.len()).map(|row| row as u32));
             let prompt = end.min(seq.prompt);
             let rule = match seq.attention {
                 Attention::Streaming { .. } => Rule::Streaming,
@@ -154,15 +157,15 @@ impl Scheduler {
             if work.branch_rows > 0 {
                 // The last token once more: the branch's pages need its KV too.
                 let branch = &seq.branch;
-                built.tokens.push(seq.tokens[past]);
-                let from = built.tokens.len() as u32;
-                built.tokens.extend(&branch.tokens);
-                built.logits.extend(from..built.tokens.len() as u32);
+                tokens.push(seq.tokens[past]);
+                let from = tokens.len() as u32;
+                tokens.extend(&branch.tokens);
+                logits.extend(from..tokens.len() as u32);
                 built.seqs.extend((past..=past + branch.tokens.len()).map(|past| one(past, &branch.all)));
             }
         }
         starts.push(built.seqs.len());
-        built.shared.extend(step.shared.iter().map(|g| Shared {
+        shared.extend(step.shared.iter().map(|g| Shared {
             first: starts[g.first],
             count: starts[g.first + g.count] - starts[g.first],
             len: g.len,

@@ -8,54 +8,68 @@ const MERGE_TOKENS: usize = 32;
 /// And launches per layer for the pieces and their merge, in KV tokens: 20 µs, in which a small model reads 0.6 MB.
 const LAUNCH_TOKENS: usize = 768;
 
-/// A sequence's pages that lie before this step's tokens.
-pub(crate) struct Member<'a> {
-    pub pages: &'a [u32],
-    /// Whole pages of the past.
-    pub whole: usize,
+/// Finds groups; its lists are kept from step to step.
+#[derive(Debug, Default)]
+pub(crate) struct Groups {
+    /// The order in which sequences stand side by side with those that share most.
+    pub order: Vec<usize>,
+    /// The groups that save most, in that order.
+    pub chosen: Vec<Shared>,
+    /// Whether a sequence is in one of them.
+    pub grouped: Vec<bool>,
+    /// Pages that neighbours in the order share.
+    common: Vec<usize>,
+    /// The most that runs from here on can save, and the run that begins here for that.
+    saved: Vec<(usize, Option<Shared>)>,
 }
 
-/// The order in which sequences stand side by side with those that share most, and the groups that save most.
-///
-/// What a group shares is cut to a multiple of [`piece_of`] tokens, so that sharing changes no bit of its results.
-/// In that order a group is a run. `saved[i]` is the most that runs from `i` on can save; it follows from those after it.
-pub(crate) fn groups(members: &[Member<'_>], page_size: usize) -> (Vec<usize>, Vec<Shared>) {
-    let piece = piece_of(page_size);
-    let past = |i: usize| &members[i].pages[..members[i].whole];
-    let mut order: Vec<usize> = (0..members.len()).collect();
-    order.sort_by(|&a, &b| past(a).cmp(past(b)));
-    let common = |w: &[usize]| past(w[0]).iter().zip(past(w[1])).take_while(|(a, b)| a == b).count();
-    let shared: Vec<usize> = order.windows(2).map(common).collect();
-    let mut saved = vec![0; order.len() + 1];
-    let mut group = vec![None; order.len()];
-    for first in (0..order.len()).rev() {
-        saved[first] = saved[first + 1];
-        let mut pages = usize::MAX;
-        for (end, next) in (first + 2..).zip(&shared[first.min(shared.len())..]) {
-            pages = pages.min(*next);
-            if pages == 0 {
-                break;
+impl Groups {
+    /// Among `count` sequences, each with the whole pages that lie before this step's tokens.
+    ///
+    /// What a group shares is cut to a multiple of [`piece_of`] tokens, so that sharing changes no bit of its results.
+    /// In the order a group is a run. What runs from one sequence on save follows from those after it.
+    pub(crate) fn find<'a>(&mut self, count: usize, page_size: usize, past: impl Fn(usize) -> &'a [u32]) {
+        let Self { order, chosen, grouped, common, saved } = self;
+        let piece = piece_of(page_size);
+        order.clear();
+        order.extend(0..count);
+        order.sort_unstable_by(|&a, &b| past(a).cmp(past(b)).then(a.cmp(&b)));
+        let shared = |w: &[usize]| past(w[0]).iter().zip(past(w[1])).take_while(|(a, b)| a == b).count();
+        common.clear();
+        common.extend(order.windows(2).map(shared));
+        chosen.clear();
+        grouped.clear();
+        grouped.resize(count, false);
+        saved.clear();
+        saved.resize(count + 1, (0, None));
+        for first in (0..count).rev() {
+            let mut best = (saved[first + 1].0, None);
+            let mut pages = usize::MAX;
+            for (end, next) in (first + 2..).zip(&common[first.min(common.len())..]) {
+                pages = pages.min(*next);
+                if pages == 0 {
+                    break;
+                }
+                let run = Shared { first, count: end - first, len: pages * page_size / piece * piece };
+                let together = saving(run) + saved[end].0;
+                if together > best.0 {
+                    best = (together, Some(run));
+                }
             }
-            let run = Shared { first, count: end - first, len: pages * page_size / piece * piece };
-            let together = saving(run) + saved[end];
-            if together > saved[first] {
-                saved[first] = together;
-                group[first] = Some(run);
+            saved[first] = best;
+        }
+        let mut at = 0;
+        while at < count {
+            match saved[at].1 {
+                Some(run) => {
+                    chosen.push(run);
+                    order[at..at + run.count].iter().for_each(|&i| grouped[i] = true);
+                    at += run.count;
+                }
+                None => at += 1,
             }
         }
     }
-    let mut chosen = Vec::new();
-    let mut at = 0;
-    while at < order.len() {
-        match group[at] {
-            Some(run) => {
-                chosen.push(run);
-                at += run.count;
-            }
-            None => at += 1,
-        }
-    }
-    (order, chosen)
 }
 
 /// KV tokens that a group need not read, less what it costs.
@@ -69,8 +83,9 @@ mod tests {
     use proptest::prelude::*;
 
     fn run(lists: &[Vec<u32>]) -> (Vec<usize>, Vec<Shared>) {
-        let members: Vec<_> = lists.iter().map(|p| Member { pages: p, whole: p.len() }).collect();
-        groups(&members, 16)
+        let mut groups = Groups::default();
+        groups.find(lists.len(), 16, |i| &lists[i][..]);
+        (groups.order, groups.chosen)
     }
 
     #[test]

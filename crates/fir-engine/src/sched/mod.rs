@@ -26,6 +26,9 @@ use crate::kv::tier::Tier;
 use crate::request::Attention;
 use crate::runner::Shared;
 use cost::{Cost, Load};
+use group::Groups;
+
+pub(crate) use batch::Lists;
 
 pub(crate) type SeqId = usize;
 
@@ -200,6 +203,11 @@ pub(crate) struct Scheduler {
     running: Vec<SeqId>,
     start: Instant,
     serial: u64,
+    /// Lists of steps that are over, for those to come.
+    groups: Groups,
+    spare: Step,
+    works: Vec<Work>,
+    order: Vec<SeqId>,
 }
 
 impl Limits {
@@ -231,7 +239,16 @@ impl Scheduler {
             running: Vec::new(),
             start,
             serial: 0,
+            groups: Groups::default(),
+            spare: Step::default(),
+            works: Vec::new(),
+            order: Vec::new(),
         }
+    }
+
+    /// Takes a step back that is over.
+    pub(crate) fn recycle(&mut self, step: Step) {
+        self.spare = step;
     }
 
     /// The longest sequence that fits the pool.
@@ -344,9 +361,11 @@ impl Scheduler {
     /// Chooses what the next step runs. Nothing runs if it is empty.
     pub(crate) fn schedule(&mut self, backend: &mut Backend) -> Result<Step> {
         self.forget_lost();
-        let mut works = Vec::with_capacity(self.limits.max_seqs);
+        let (mut works, mut order) = (std::mem::take(&mut self.works), std::mem::take(&mut self.order));
+        works.clear();
+        order.clear();
+        order.extend_from_slice(&self.running);
         let mut load = Load::default();
-        let mut order = self.running.clone();
         order.sort_unstable_by_key(|&id| self.seq(id).place);
         for &id in &order {
             if !self.running.contains(&id) || !self.seq(id).decoding() || !self.make_room(id, backend)? {
@@ -379,7 +398,9 @@ impl Scheduler {
             most = most.saturating_sub(1);
         }
         self.split(most, &mut works, &mut load);
-        Ok(self.group(works, load))
+        let step = self.group(&works, load);
+        (self.works, self.order) = (works, order);
+        Ok(step)
     }
 
     fn prefilling(&self) -> impl Iterator<Item = SeqId> {

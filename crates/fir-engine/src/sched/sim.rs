@@ -54,7 +54,7 @@ impl Sim {
             return None;
         }
         assert!(step.load.tokens <= self.sched.limits.max_tokens);
-        let built = self.sched.batch(&step);
+        let built = self.sched.batch(&step, batch::Lists::default());
         let logits = self.backend.step(&built.batch()).unwrap();
         let next: Vec<u32> = logits.chunks(50).map(largest).collect();
         let took = machine(step.load);
@@ -186,8 +186,9 @@ fn files_that_vanish_during_a_storm_change_nothing() {
     let stopped = std::sync::Arc::clone(&stop);
     let vandal = std::thread::spawn(move || {
         while !stopped.load(std::sync::atomic::Ordering::Relaxed) {
-            let Some(Ok(own)) = std::fs::read_dir(&vandal_folder).unwrap().next() else { return };
-            for (i, file) in std::fs::read_dir(own.path()).into_iter().flatten().flatten().enumerate() {
+            let mut all = std::fs::read_dir(&vandal_folder).unwrap().flatten().map(|e| e.path());
+            let Some(own) = all.find(|path| path.is_dir()) else { return };
+            for (i, file) in std::fs::read_dir(own).into_iter().flatten().flatten().enumerate() {
                 let path = file.path();
                 let _ = if i % 2 == 0 { std::fs::remove_file(path) } else { std::fs::write(path, b"torn") };
             }
