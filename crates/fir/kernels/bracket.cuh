@@ -318,7 +318,7 @@ struct Bracket {
     from = lo;
     if (all.complete && all.over < k && lo < end)
       from = search.run_apart<false, true>(list(not_a_number()), ex, lo, end, double(k), double(all.over), beyond);
-    return !beyond || all.complete && lo == kLeast && all.over < k;
+    return !beyond || (all.complete && lo == kLeast && all.over < k);
   }
 
   // What passes of each unit, in place of `above`; returns the sum of all, and of the units before this thread's.

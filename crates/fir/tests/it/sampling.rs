@@ -411,6 +411,92 @@ fn large_and_flat_rows_keep_the_right_sets() {
 }
 
 #[test]
+fn many_long_rows_keep_the_right_sets() {
+    // So long and so many that a GPU of 132 multiprocessors cannot hold them all, and lists what is near a cutoff.
+    const KINDS: usize = 6;
+    let (batch, vocab) = (55, 66_000);
+    let mut rng = Rng::new(10);
+    let mut kinds = vec![0f32; KINDS * vocab];
+    let mut logits = vec![0f32; KINDS * vocab];
+    for (kind, (row, logit)) in kinds.chunks_mut(vocab).zip(logits.chunks_mut(vocab)).enumerate() {
+        for i in 0..vocab {
+            let z = rng.normal();
+            let tall = if rng.below(640) == 0 { 8.0 + 4.0 * rng.normal() } else { 0.0 };
+            // Like a language model's, flat, one far above the rest, over all exponents, few, equal.
+            (row[i], logit[i]) = match kind {
+                0 => ((z + tall - 20.0).exp(), z + tall),
+                1 => (z.exp(), -20.0 - z),
+                2 => (if i == 40_000 { 1.0 } else { (-60.0 + z).exp() }, 100.0 + 0.01 * z),
+                3 => (2f32.powf(-120.0 * rng.uniform()), z * z * z),
+                4 => (if i % 997 == 3 { 1.0 + z.abs() } else { 0.0 }, if i % 997 == 3 { z } else { f32::NEG_INFINITY }),
+                _ => (0.5, (z * 3.0).round()),
+            };
+        }
+    }
+    let repeat = |x: &[f32]| x.iter().copied().cycle().take(batch * vocab).collect::<Vec<f32>>();
+    let (x, logits) = (repeat(&kinds), repeat(&logits));
+    let first = |x: &[f32]| Tensor::from_slice(&x[..KINDS * vocab], &[KINDS, vocab]).unwrap();
+    // In the middle of a step of the sum, which is far from rounding even where all are small.
+    let middle = |row: &[f32]| {
+        let mut sorted: Vec<f64> = row.iter().map(|&x| f64::from(x)).collect();
+        sorted.sort_by(|a, b| b.total_cmp(a));
+        let (total, mut sum) = (sorted.iter().sum::<f64>(), 0.0);
+        let step = sorted.iter().find(|&&x| {
+            (sum + x >= 0.9 * total) || {
+                sum += x;
+                false
+            }
+        });
+        ((sum + step.unwrap() / 2.0) / total) as f32
+    };
+    let ps: Vec<f32> = kinds.chunks(vocab).map(middle).collect();
+    let ps = [(); 10].map(|()| &ps[..]).concat();
+    let states = states(batch, 31);
+    let none = Filters::default();
+    every_exec(|exec| {
+        let what = |name: &str| format!("{exec:?} {name}");
+        let mut out = Tensor::zeros(DType::F32, &[batch, vocab]).unwrap();
+        for f in [
+            Filters { top_k: 50.into(), ..none },
+            Filters { top_k: 3000.into(), ..none },
+            Filters { top_p: (&ps[..KINDS]).into(), ..none },
+        ] {
+            if f.top_p == none.top_p {
+                sampling::top_k_renorm(exec, rows(&x, vocab), f.top_k, out.view_mut()).unwrap();
+            } else {
+                sampling::top_p_renorm(exec, rows(&x, vocab), (&ps[..batch]).into(), out.view_mut()).unwrap();
+            }
+            assert_same_set(&what("renorm"), &first(out.as_slice().unwrap()), rows(&kinds, vocab), &f);
+        }
+        sampling::top_k_mask_logits(exec, rows(&logits, vocab), 50.into(), out.view_mut()).unwrap();
+        let want = reference::sampling::top_k_mask_logits(rows(&logits[..KINDS * vocab], vocab), 50.into()).unwrap();
+        assert!(reference::values(first(out.as_slice().unwrap()).view()).unwrap() == want, "{}", what("mask"));
+        for (name, f) in [
+            ("k", Filters { top_k: 50.into(), ..none }),
+            ("p", Filters { top_p: (&ps[..KINDS]).into(), ..none }),
+            ("min_p", Filters { min_p: 0.1.into(), ..none }),
+            ("low min_p", Filters { min_p: 0.003.into(), ..none }),
+            ("joint", Filters { top_k: 50.into(), top_p: (&ps[..KINDS]).into(), order: FilterOrder::Joint, ..none }),
+        ] {
+            let tokens = tokens(batch, |out| {
+                let (x, draw, top_p) = (rows(&x, vocab), Draw::new(&states[..], out), (&ps[..batch]).into());
+                match name {
+                    "k" => sampling::top_k_sample(exec, x, f.top_k, draw),
+                    "p" => sampling::top_p_sample(exec, x, top_p, draw),
+                    "joint" => sampling::top_k_top_p_sample(exec, x, f.top_k, top_p, f.order, draw),
+                    _ => sampling::min_p_sample(exec, x, f.min_p, draw),
+                }
+            });
+            let want = reference::sampling::filtered(Precision::Exact, rows(&kinds, vocab), &f).unwrap();
+            for (b, &token) in tokens.iter().enumerate() {
+                let dist = &want[b % KINDS * vocab..][..vocab];
+                assert_drawn(&what(&format!("{name} {b}")), dist, PerRow::Each(&states[..]).uniform(b, 0), token);
+            }
+        }
+    });
+}
+
+#[test]
 fn rows_that_are_no_distribution_are_invalid() {
     let (inf, nan) = (f32::INFINITY, f32::NAN);
     every_exec(|exec| {

@@ -6,7 +6,7 @@
 
 use super::form::{Form, bits};
 use super::{Batch, Plan, Spec};
-use crate::plan::Entry;
+use crate::plan::{Entry, Split};
 
 /// What a batch asks of a device.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -133,10 +133,11 @@ impl Plan {
         let load = self.beside.and(of(batch.entries, false)).and(of(batch.long, true));
         let all = self.gpu.properties().multiprocessors as usize;
         let long = if self.is_shared() { load.share(all) } else { None };
+        let one_block = long.is_none() && self.split == Split::Balanced && load.is_little(all);
         for (i, lane) in self.lanes.iter_mut().enumerate() {
             let own = long.map_or(all, |long| if i == 1 { long } else { all - long });
             lane.busy = (lane.workers * own / all).max(1);
-            if long.is_none() && lane.instance.form == Form::Decode && lane.workers == 2 * all && load.is_little(all) {
+            if one_block && lane.instance.form == Form::Decode && lane.workers == 2 * all {
                 lane.busy = all;
             }
             // A team is never cut.
