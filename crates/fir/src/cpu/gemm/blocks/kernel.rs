@@ -3,7 +3,7 @@
 use std::marker::PhantomData;
 
 use super::pack::{Cell, LANES, Packed, SUPER};
-use super::{Activations, FEW, MANY, PANELS, TILED};
+use super::{Activations, FEW, MANY, PANELS, SEVERAL, TILED};
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::arch::Amx;
 use crate::cpu::arch::prefetch_ahead;
@@ -15,6 +15,7 @@ use crate::tensor::{BlockFormat, IQ4_VALUES};
 pub(super) fn padded(rows: usize) -> usize {
     match rows {
         0..=FEW => rows.next_power_of_two(),
+        ..=SEVERAL => rows.next_multiple_of(FEW),
         _ => rows.next_multiple_of(MANY),
     }
 }
@@ -192,11 +193,14 @@ impl<C: Codes, S: Scales> IntKernel for Product<'_, C, S> {
     #[inline(always)]
     fn run<V: Integers>(self, v: V) {
         let Self { acts, w, first, rows, sums, .. } = self;
-        if rows <= FEW {
+        if rows <= FEW || V::ROWS >= FEW && rows <= SEVERAL {
             for (p, sums) in sums.chunks_exact_mut(rows * LANES).enumerate() {
                 let panel = w.panel(first + p);
                 for (s, acts) in acts.chunks_exact(rows).enumerate() {
-                    strip::<V, C, S>(v, w.cell(panel, s), acts, sums, true);
+                    let cell = w.cell(panel, s);
+                    for (i, (acts, sums)) in acts.chunks(FEW).zip(sums.chunks_mut(FEW * LANES)).enumerate() {
+                        strip::<V, C, S>(v, cell, acts, sums, i == 0);
+                    }
                 }
             }
             return;
@@ -209,16 +213,19 @@ impl<C: Codes, S: Scales> IntKernel for Product<'_, C, S> {
             return super::tiles::run::<V, C, S>(v, amx, acts, w, first, rows, sums);
         }
         let mut plain = [[0u8; 4 * LANES * SUPER / 4]; PANELS];
-        for (s, acts) in acts.chunks_exact(rows).enumerate() {
-            for (p, plain) in plain.iter_mut().enumerate().take(sums.len() / (rows * LANES)) {
-                unpack::<V, C>(v, w.cell(w.panel(first + p), s), plain);
-            }
-            // A few rows at a time against all panels: their activations come from afar, the codes do not.
-            for (r, acts) in acts.chunks_exact(FEW).enumerate() {
-                for (p, sums) in sums.chunks_exact_mut(rows * LANES).enumerate() {
-                    let cell = w.cell(w.panel(first + p), s);
-                    let cell = Cell { codes: &plain[p][..cell.groups * Plain::<false>::BYTES], ..cell };
-                    strip::<V, C::Plain, S>(v, cell, acts, &mut sums[r * FEW * LANES..][..FEW * LANES], false);
+        for (turn, sums) in sums.chunks_mut(PANELS * rows * LANES).enumerate() {
+            let first = first + turn * PANELS;
+            for (s, acts) in acts.chunks_exact(rows).enumerate() {
+                for (p, plain) in plain.iter_mut().enumerate().take(sums.len() / (rows * LANES)) {
+                    unpack::<V, C>(v, w.cell(w.panel(first + p), s), plain);
+                }
+                // A few rows at a time against all panels: their activations come from afar, the codes do not.
+                for (r, acts) in acts.chunks_exact(FEW).enumerate() {
+                    for (p, sums) in sums.chunks_exact_mut(rows * LANES).enumerate() {
+                        let cell = w.cell(w.panel(first + p), s);
+                        let cell = Cell { codes: &plain[p][..cell.groups * Plain::<false>::BYTES], ..cell };
+                        strip::<V, C::Plain, S>(v, cell, acts, &mut sums[r * FEW * LANES..][..FEW * LANES], false);
+                    }
                 }
             }
         }
