@@ -2,8 +2,8 @@
 
 use std::marker::PhantomData;
 
-use super::pack::{Cell, GROUP, LANES, Packed, SUPER};
-use super::{Activations, FEW, PANELS, TILED};
+use super::pack::{Cell, LANES, Packed, SUPER};
+use super::{Activations, FEW, MANY, PANELS, SEVERAL, TILED};
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::arch::Amx;
 use crate::cpu::arch::prefetch_ahead;
@@ -11,26 +11,24 @@ use crate::cpu::exec::Cpu;
 use crate::cpu::integers::{IntKernel, Integers};
 use crate::tensor::{BlockFormat, IQ4_VALUES};
 
-/// Rows in memory for `rows` of them: what the kernels take at a time.
-pub(super) fn padded(cpu: &Cpu, format: BlockFormat, rows: usize) -> usize {
+/// Rows in memory for `rows` of them: what the kernels take at a time, at any level.
+pub(super) fn padded(rows: usize) -> usize {
     match rows {
         0..=FEW => rows.next_power_of_two(),
-        _ => rows.next_multiple_of(tile_rows(cpu, format, rows).unwrap_or(FEW)),
+        ..=SEVERAL => rows.next_multiple_of(FEW),
+        _ => rows.next_multiple_of(MANY),
     }
 }
 
-/// Rows that AMX tiles take at a time, if so many go through them.
-pub(super) fn tile_rows(cpu: &Cpu, format: BlockFormat, rows: usize) -> Option<usize> {
+/// Whether so many rows, [`padded`], go through AMX tiles.
+pub(super) fn is_tiled(cpu: &Cpu, rows: usize) -> bool {
     #[cfg(target_arch = "x86_64")]
-    if cpu.amx().is_some() {
-        return match format.elements() {
-            GROUP => (rows > FEW).then_some(super::halves::ROWS),
-            _ => (rows >= TILED).then_some(super::tiles::ROWS),
-        };
-    }
+    return rows >= TILED && cpu.amx().is_some();
     #[cfg(not(target_arch = "x86_64"))]
-    let _ = (cpu, format, rows, GROUP, TILED);
-    None
+    {
+        let _ = (cpu, rows, TILED);
+        false
+    }
 }
 
 /// Adds to `sums`, `[panels, rows, 16]`, the product of the panels from `first` on and all rows of `acts`.
@@ -44,7 +42,7 @@ pub(super) fn run(cpu: &Cpu, acts: &[Activations], w: &Packed, first: usize, row
                 rows,
                 sums,
                 #[cfg(target_arch = "x86_64")]
-                amx: cpu.amx().filter(|_| tile_rows(cpu, w.format(), rows).is_some()),
+                amx: cpu.amx(),
                 of: PhantomData::<($codes, $scales)>,
             })
         };
@@ -195,36 +193,39 @@ impl<C: Codes, S: Scales> IntKernel for Product<'_, C, S> {
     #[inline(always)]
     fn run<V: Integers>(self, v: V) {
         let Self { acts, w, first, rows, sums, .. } = self;
-        if rows <= FEW {
+        if rows <= FEW || V::ROWS >= FEW && rows <= SEVERAL {
             for (p, sums) in sums.chunks_exact_mut(rows * LANES).enumerate() {
                 let panel = w.panel(first + p);
                 for (s, acts) in acts.chunks_exact(rows).enumerate() {
-                    strip::<V, C, S>(v, w.cell(panel, s), acts, sums, true);
+                    let cell = w.cell(panel, s);
+                    for (i, (acts, sums)) in acts.chunks(FEW).zip(sums.chunks_mut(FEW * LANES)).enumerate() {
+                        strip::<V, C, S>(v, cell, acts, sums, i == 0);
+                    }
                 }
             }
             return;
         }
         #[cfg(target_arch = "x86_64")]
         if V::TILES
+            && rows >= TILED
             && let Some(amx) = self.amx
         {
-            return if S::INTEGERS {
-                super::tiles::run::<V, C, S>(v, amx, acts, w, first, rows, sums)
-            } else {
-                super::halves::run::<V, C, S>(v, amx, acts, w, first, rows, sums)
-            };
+            return super::tiles::run::<V, C, S>(v, amx, acts, w, first, rows, sums);
         }
         let mut plain = [[0u8; 4 * LANES * SUPER / 4]; PANELS];
-        for (s, acts) in acts.chunks_exact(rows).enumerate() {
-            for (p, plain) in plain.iter_mut().enumerate().take(sums.len() / (rows * LANES)) {
-                unpack::<V, C>(v, w.cell(w.panel(first + p), s), plain);
-            }
-            // A few rows at a time against all panels: their activations come from afar, the codes do not.
-            for (r, acts) in acts.chunks_exact(FEW).enumerate() {
-                for (p, sums) in sums.chunks_exact_mut(rows * LANES).enumerate() {
-                    let cell = w.cell(w.panel(first + p), s);
-                    let cell = Cell { codes: &plain[p][..cell.groups * Plain::<false>::BYTES], ..cell };
-                    strip::<V, C::Plain, S>(v, cell, acts, &mut sums[r * FEW * LANES..][..FEW * LANES], false);
+        for (turn, sums) in sums.chunks_mut(PANELS * rows * LANES).enumerate() {
+            let first = first + turn * PANELS;
+            for (s, acts) in acts.chunks_exact(rows).enumerate() {
+                for (p, plain) in plain.iter_mut().enumerate().take(sums.len() / (rows * LANES)) {
+                    unpack::<V, C>(v, w.cell(w.panel(first + p), s), plain);
+                }
+                // A few rows at a time against all panels: their activations come from afar, the codes do not.
+                for (r, acts) in acts.chunks_exact(FEW).enumerate() {
+                    for (p, sums) in sums.chunks_exact_mut(rows * LANES).enumerate() {
+                        let cell = w.cell(w.panel(first + p), s);
+                        let cell = Cell { codes: &plain[p][..cell.groups * Plain::<false>::BYTES], ..cell };
+                        strip::<V, C::Plain, S>(v, cell, acts, &mut sums[r * FEW * LANES..][..FEW * LANES], false);
+                    }
                 }
             }
         }
@@ -233,7 +234,7 @@ impl<C: Codes, S: Scales> IntKernel for Product<'_, C, S> {
 
 /// Bytes ahead of the group in use that few rows ask the memory for. Cells are short, so the caches' own prefetchers, which
 /// follow one stream, start anew for the codes and the scales of each: over 40 % of the time went into waiting for these.
-pub(super) const AHEAD: usize = 4096;
+const AHEAD: usize = 4096;
 
 /// Calls `$body` with `$i` standing for each number.
 macro_rules! each {

@@ -4,13 +4,11 @@
 //! |---|---|
 //! | `pack.rs` | the packed form: panels of 16 weight rows in the order the kernel reads |
 //! | `kernel.rs` | the product of a panel and some rows |
-//! | `tiles.rs`, `halves.rs` | the same for many rows, with AMX: of integer scales, of f16 ones |
+//! | `tiles.rs` | the same for many rows, with AMX |
 //!
 //! The numbers are defined at [`block_gemm`](crate::gemm::block_gemm). Integer sums are exact and the f32 steps have one
 //! order, so neither level, nor batch, nor threads change a bit.
 
-#[cfg(target_arch = "x86_64")]
-mod halves;
 mod kernel;
 mod pack;
 #[cfg(target_arch = "x86_64")]
@@ -32,11 +30,16 @@ use crate::error::{Error, Result};
 use crate::tensor::{BlockFields, BlockFormat, Place, TensorMut, TensorRef};
 
 const OP: &str = "block_gemm";
-/// Rows that a panel's codes are unpacked anew for: below, unpacking is hidden by the reading of the weights.
+/// Rows that vectors take at a time: below, unpacking is hidden by the reading of the weights.
 const FEW: usize = 8;
-/// Rows from which AMX is faster than vectors where scales are integers: it unpacks a panel into twice the bytes. With f16
-/// scales it is faster for more than few.
+/// Rows that a panel's codes are unpacked anew for, [`FEW`] at a time, where as many have registers: a batch's decode.
+/// Weights are read once, in their order, as for few; to unpack them into the cache first, for a number of panels in turn,
+/// took twice as long for 16 rows of Q4_1 and Q8_0.
+const SEVERAL: usize = 64;
+/// Rows from which AMX is faster than vectors: it unpacks a panel into twice the bytes.
 const TILED: usize = 65;
+/// More rows than several are made up to a multiple of this: two tiles of AMX.
+const MANY: usize = 32;
 /// Rows per pass over all weights: a unit's sums stay in the second-level cache.
 const PASS: usize = 512;
 /// Panels per unit of work on many rows: activations, read anew for each unit, then take a quarter of the reads.
@@ -92,14 +95,14 @@ pub(crate) fn gemm(cpu: &Cpu, x: TensorRef<'_>, w: &Packed, out: TensorMut<'_>) 
 /// The product for the rows of `out`.
 fn pass<X: Lane, O: Lane>(cpu: &Cpu, x: Rows<'_, X>, w: &Packed, out: RowsMut<'_, O>) {
     let (first, rows) = (out.range().start, out.range().len());
-    let (padded, supers) = (kernel::padded(cpu, w.format(), rows), w.k().div_ceil(SUPER));
+    let (padded, supers) = (kernel::padded(rows), w.k().div_ceil(SUPER));
     let mut acts = ACTIVATIONS.take();
     if acts.len() < padded * supers {
         acts.resize(padded * supers, Activations::zeroed());
     }
     let used = &mut acts[..padded * supers];
     let format = w.format();
-    let tiled = kernel::tile_rows(cpu, format, padded).is_some();
+    let tiled = kernel::is_tiled(cpu, padded);
     let pairs = tiled && format.has_min() && format.elements() > GROUP;
     let quantize = |(s, out)| cpu.run(Quantize { x, rows: first..first + rows, s, format, pairs, out });
     let parts = used.chunks_exact_mut(padded).enumerate();
@@ -113,7 +116,7 @@ fn pass<X: Lane, O: Lane>(cpu: &Cpu, x: Rows<'_, X>, w: &Packed, out: RowsMut<'_
     let panels = w.n().div_ceil(LANES);
     // Eight units per worker, so that a late one costs an eighth of its share.
     let each = match (rows, tiled) {
-        (..=FEW, _) => panels.div_ceil(8 * cpu.workers()),
+        (..=SEVERAL, _) => panels.div_ceil(8 * cpu.workers()),
         (_, true) => panels.div_ceil(2 * cpu.workers()).min(TILE_PANELS),
         _ => PANELS,
     };
@@ -130,7 +133,7 @@ fn pass<X: Lane, O: Lane>(cpu: &Cpu, x: Rows<'_, X>, w: &Packed, out: RowsMut<'_
 /// The columns of `out`, which begin with panel `first`.
 fn product<O: Lane>(cpu: &Cpu, acts: &[Activations], w: &Packed, first: usize, out: RowsMut<'_, O>) {
     let rows = out.range().len();
-    let (padded, panels) = (kernel::padded(cpu, w.format(), rows), out.row_len().div_ceil(LANES));
+    let (padded, panels) = (kernel::padded(rows), out.row_len().div_ceil(LANES));
     let mut sums = SUMS.take();
     sums.clear();
     sums.resize(panels * padded * LANES, 0.0);
