@@ -168,6 +168,8 @@ impl Engine {
             }
         };
         let reason = why.clone().unwrap_or_else(|| "it was shut down".into());
+        // Before it is known that the engine has ended: a process that waits for that may end at once, and leave files.
+        self.sched.close_tier();
         self.link.stop(&reason, why.is_some());
         for (_, mut request) in self.requests.drain() {
             tell(&mut request.sink, Event::Failed(format!("the engine has stopped: {reason}")));

@@ -319,3 +319,15 @@ fn prefixes_are_forgotten_on_demand() {
     assert!(handle.forget_prefixes().unwrap() > 0);
     assert_eq!(ask(), 0);
 }
+
+#[test]
+fn an_engine_that_has_ended_leaves_no_files() {
+    let folder = std::env::temp_dir().join(format!("fir-engine-ended-{}", std::process::id()));
+    let config = Config { disk_tier: Some((folder.clone(), 1 << 20)), ..config() };
+    let handle = Engine::start(model("llama"), config).unwrap();
+    let files = || std::fs::read_dir(&folder).unwrap().count();
+    assert_eq!(files(), 2, "a folder of its own, and its lock");
+    assert!(handle.drain(Duration::from_secs(1)));
+    assert_eq!(files(), 0);
+    std::fs::remove_dir(folder).unwrap();
+}

@@ -311,6 +311,11 @@ impl Scheduler {
         (self.pool.pages(), self.available())
     }
 
+    /// Ends the tier's thread and removes its files. Nothing is scheduled after that.
+    pub(crate) fn close_tier(&mut self) {
+        self.tier = None;
+    }
+
     pub(crate) fn tier(&self) -> Option<&Tier> {
         self.tier.as_ref()
     }
