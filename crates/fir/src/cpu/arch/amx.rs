@@ -336,56 +336,6 @@ impl Tiles {
         }
     }
 
-    /// Begins four products of 16 rows, each with a packed tile of its own: the first 64 bytes of the rows with the first
-    /// two, the next 64 with the others. Stores the sums of the four before them, tile by tile, as in [`Self::begin_i8`].
-    #[inline(always)]
-    pub(crate) fn begin_four_i8(self, a: Left<'_, i8>, b: &[i8; 4 * 1024], last: &mut [[i32; 256]; 4]) {
-        assert!(15 * a.stride + 2 * ROW <= a.data.len());
-        // SAFETY: tiles of 16 rows of 64 bytes are configured on this thread (`self`); the assertion keeps both left tiles
-        // inside their slice, and the arrays have four tiles each. As in `begin_i8` otherwise.
-        unsafe {
-            asm!(
-                "tileloadd tmm4, [{a} + {sa}*1]",
-                "tileloadd tmm6, [{b} + {row}*1]",
-                "tilestored [{c} + {row}*1], tmm0",
-                "tilezero tmm0",
-                "tdpbssd tmm0, tmm4, tmm6",
-                "tileloadd tmm7, [{b} + {row}*1 + 1024]",
-                "tilestored [{c} + {row}*1 + 1024], tmm1",
-                "tilezero tmm1",
-                "tdpbssd tmm1, tmm4, tmm7",
-                "tileloadd tmm5, [{a} + {sa}*1 + 64]",
-                "tileloadd tmm6, [{b} + {row}*1 + 2048]",
-                "tilestored [{c} + {row}*1 + 2048], tmm2",
-                "tilezero tmm2",
-                "tdpbssd tmm2, tmm5, tmm6",
-                "tileloadd tmm7, [{b} + {row}*1 + 3072]",
-                "tilestored [{c} + {row}*1 + 3072], tmm3",
-                "tilezero tmm3",
-                "tdpbssd tmm3, tmm5, tmm7",
-                a = in(reg) a.data.as_ptr(), sa = in(reg) a.stride, b = in(reg) b.as_ptr(),
-                row = in(reg) ROW, c = in(reg) last.as_mut_ptr(),
-                options(nostack)
-            );
-        }
-    }
-
-    /// Stores the sums of the four products begun last.
-    #[inline(always)]
-    pub(crate) fn end_four_i8(self, last: &mut [[i32; 256]; 4]) {
-        // SAFETY: as in `begin_four_i8`.
-        unsafe {
-            asm!(
-                "tilestored [{c} + {row}*1], tmm0",
-                "tilestored [{c} + {row}*1 + 1024], tmm1",
-                "tilestored [{c} + {row}*1 + 2048], tmm2",
-                "tilestored [{c} + {row}*1 + 3072], tmm3",
-                c = in(reg) last.as_mut_ptr(), row = in(reg) ROW,
-                options(nostack)
-            );
-        }
-    }
-
     /// Begins a product of 2 × 2 tiles, `steps` deep, whose left operand is in the first-level cache and whose right one
     /// comes from the second: `[steps, 2, TILE]` both. It starts from the sums `from`, or from zeros, and stores those
     /// of the product before it to `last`, as in [`Self::begin_i8`]; [`Self::end`] stores its own.
@@ -764,7 +714,6 @@ mod tests {
         fn run(self, v: Avx512, tiles: Tiles) {
             // First, as it looks for the zeros of fresh tiles.
             i8_products_match_loops(tiles);
-            four_i8_products_match_loops(tiles);
             products_match_loops::<1, 1>(tiles);
             products_match_loops::<1, 2>(tiles);
             products_match_loops::<2, 1>(tiles);
@@ -927,28 +876,6 @@ mod tests {
             assert_eq!(got, last.unwrap_or([0; 32 * 32]), "before {steps}");
             last = Some(want);
         }
-    }
-
-    fn four_i8_products_match_loops(tiles: Tiles) {
-        let (mut got, mut want) = ([[0; 256]; 4], [[0; 256]; 4]);
-        tiles.end_four_i8(&mut got); // What the tiles held before.
-        for turn in 0..3 {
-            let a: Vec<i8> = (0..16 * 144).map(|i| (i * 7 + turn) as i8).collect();
-            let b: [i8; 4096] = std::array::from_fn(|i| (i * 5 + 3 * turn) as i8);
-            tiles.begin_four_i8(Left { data: &a, stride: 144 }, &b, &mut got);
-            if turn > 0 {
-                assert_eq!(got, want, "before {turn}");
-            }
-            want = std::array::from_fn(|t| {
-                std::array::from_fn(|at| {
-                    let (i, j) = (at / 16, at % 16);
-                    let right = |l: usize| i32::from(b[t * 1024 + l / 4 * 64 + j * 4 + l % 4]);
-                    (0..64).map(|l| i32::from(a[i * 144 + t / 2 * 64 + l]) * right(l)).sum()
-                })
-            });
-        }
-        tiles.end_four_i8(&mut got);
-        assert_eq!(got, want);
     }
 
     #[test]

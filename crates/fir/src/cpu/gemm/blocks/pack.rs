@@ -138,13 +138,8 @@ impl Packed {
 
     /// The bytes of panel `p`.
     pub(super) fn panel(&self, p: usize) -> &[u8] {
-        self.panels(p, 1).0
-    }
-
-    /// The bytes of `count` panels from `first` on, and of one of them.
-    pub(super) fn panels(&self, first: usize, count: usize) -> (&[u8], usize) {
         let bytes = panel_bytes(self.format, self.k);
-        (&self.data.as_slice::<u8>().expect("bytes")[first * bytes..][..count * bytes], bytes)
+        &self.data.as_slice::<u8>().expect("bytes")[p * bytes..][..bytes]
     }
 
     /// Cell `s` of a panel.
