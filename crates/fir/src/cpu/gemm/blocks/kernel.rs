@@ -15,7 +15,7 @@ use crate::tensor::{BlockFormat, IQ4_VALUES};
 pub(super) fn padded(rows: usize) -> usize {
     match rows {
         0..=FEW => rows.next_power_of_two(),
-        ..=SEVERAL => rows.next_multiple_of(FEW),
+        _ if rows <= SEVERAL => rows.next_multiple_of(FEW),
         _ => rows.next_multiple_of(MANY),
     }
 }
