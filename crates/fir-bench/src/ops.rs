@@ -104,6 +104,7 @@ enum State {
     Mla { plan: MlaPlan, scratch: Scratch, table: PageTable<'static> },
 }
 
+#[expect(clippy::large_enum_variant, reason = "one to a call")]
 enum Held {
     Paged(PageTable<'static>),
     Ragged(Ragged),
