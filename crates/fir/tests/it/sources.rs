@@ -20,7 +20,7 @@ const FENCE: &[&str] = &[
 const BUDGETS: &[(&[&str], usize)] = &[
     (&["tensor", "kv", "variant", "plan"], 7_300),
     (&["ops", "reference", "testing"], 9_250),
-    (&["cpu"], 12_700),
+    (&["cpu"], 13_700),
     (&["cuda"], 9_300),
 ];
 

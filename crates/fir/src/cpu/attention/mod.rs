@@ -80,6 +80,9 @@ pub(crate) struct Launch<'a> {
     pub dim_vo: usize,
     /// Type of the output in the end.
     pub out: DType,
+    /// Whether few query rows may go through AMX tiles, which round weights to bf16. Not where bits are promised: a row of a
+    /// cascade, whose shared levels have many rows and an output of f32, has those that it has alone.
+    pub few_in_tiles: bool,
     /// Query heads per KV head.
     pub group: usize,
     pub shape: Shape,
@@ -208,7 +211,10 @@ impl<'a, 'b> Worker<'a, 'b> {
         {
             let tokens = item.q_len.max(launch.tokens[item.q_start as usize].q_len as u32) as usize;
             let rows = tokens * launch.group;
-            if rows <= if tokens == 1 { stream::MOST } else { DIRECT_ROWS } && stream::suits(launch) {
+            if rows <= if tokens == 1 { stream::MOST } else { DIRECT_ROWS }
+                && launch.few_in_tiles
+                && stream::suits(launch)
+            {
                 for item in passes(item, MAX_ROWS / rows, launch.group) {
                     let buffer = &mut **tile;
                     let bad = amx.run(stream::StreamItem { launch, item: &item, buffer, partials, sink, regs });

@@ -651,6 +651,7 @@ impl BatchPlan {
             v: Some(v),
             v_scale: pool.v_scale,
             dim_vo: p.head_dim_vo,
+            few_in_tiles: self.split == Split::Balanced,
             out: p.out_dtype,
             group: p.group(),
             shape,

@@ -46,6 +46,7 @@ pub struct MlaProblem {
 #[derive(Debug)]
 pub struct MlaPlan {
     problem: MlaProblem,
+    split: Split,
     workers: usize,
     backend: Backend,
     kv_lens: Vec<u32>,
@@ -143,6 +144,7 @@ impl MlaPlan {
         }
         Ok(Self {
             problem,
+            split,
             workers,
             backend,
             kv_lens: kv_lens.to_vec(),
@@ -276,6 +278,7 @@ impl MlaPlan {
             v_scale: kv.ckv_scale,
             dim_vo: p.head_dim_ckv,
             out: p.out_dtype,
+            few_in_tiles: self.split == Split::Balanced,
             group: p.heads,
             shape,
             kv_heads: 1,
