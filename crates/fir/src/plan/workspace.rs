@@ -85,7 +85,7 @@ impl Scratch {
     #[cfg(feature = "cuda")]
     pub(crate) fn take_device(&mut self, op: &'static str, sizes: DeviceSizes) -> Result<Option<[Span; 2]>> {
         let have = self.device.as_ref().map(|d| d.sizes).unwrap_or_default();
-        let Some(device) = self.device.as_ref().filter(|_| sizes.max(have) == have) else {
+        let Some(device) = self.device.as_ref().filter(|_| self.holds(sizes)) else {
             let (got, want) = (format!("{have:?} on a device"), format!("{sizes:?}, as this plan's `scratch()` makes"));
             return Err(Error::value(op, "scratch", got, want));
         };
