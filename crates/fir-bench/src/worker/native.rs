@@ -189,13 +189,15 @@ impl Native {
         };
         let mut there = names.iter().zip(args.iter()).map(input).collect::<Result<Vec<_>>>()?;
         let mut made = outs.iter().map(|a| a.on(&exec)).collect::<Result<Vec<_>>>()?;
-        // Zeros over all of its cache: some 30 µs, in which the call is queued, so that no launch is waited for.
-        let flushed = gpu.zeros(fir::DType::U8, &[cold.len().max(1)])?;
+        // Zeros over all of its cache, some 30 µs, and again: half a millisecond in which the device wakes up and the call is
+        // queued, so that no launch is waited for.
+        for _ in 0..16 {
+            drop(gpu.zeros(fir::DType::U8, &[cold.len().max(1)])?);
+        }
         let begin = stream.record()?;
         self.call(prepared, names, &mut there, &mut made)?;
         let end = stream.record()?;
         end.synchronize()?;
-        drop(flushed);
         for (to, from) in outs.iter_mut().zip(&made).chain(args.iter_mut().zip(&there).filter(|_| back)) {
             *to = from.to_host()?;
         }

@@ -4,7 +4,7 @@ use fir::tensor::{Block, Scaled};
 use fir::testing::Rng;
 use fir::{DType, Exec, Result, Tensor, TensorMut, TensorRef};
 
-use crate::support::{FLOATS, assert_matches, every_exec};
+use crate::support::{FLOATS, Wanted, every_exec};
 
 fn routed(
     exec: &Exec,
@@ -22,57 +22,56 @@ fn routed(
 }
 
 #[track_caller]
-fn assert_routes(exec: &Exec, routing: Routing, logits: &Tensor, bias: Option<&Tensor>, top_k: usize) {
+fn assert_routes(routing: Routing, logits: &Tensor, bias: Option<&Tensor>, top_k: usize) {
     let (logits, bias) = (logits.view(), bias.map(|b| b.view()));
-    let (ids, weights) = routed(exec, routing, logits, bias, top_k);
-    let what = format!("{exec:?} {routing:?} {:?} top {top_k}", logits.shape());
     let (want, _) = reference::route(Precision::Exact, routing, logits, bias, top_k).unwrap();
-    assert_eq!(ids, want, "{what}");
-    assert_matches(&what, weights.view(), top_k, |p| Ok(reference::route(p, routing, logits, bias, top_k)?.1));
+    let wanted = Wanted::of(DType::F32, |p| Ok(reference::route(p, routing, logits, bias, top_k)?.1));
+    every_exec(|exec| {
+        let (ids, weights) = routed(exec, routing, logits, bias, top_k);
+        let what = format!("{exec:?} {routing:?} {:?} top {top_k}", logits.shape());
+        assert_eq!(ids, want, "{what}");
+        wanted.check(&what, weights.view(), top_k);
+    });
 }
 
 #[test]
 fn routes_match_reference() {
-    every_exec(|exec| {
-        let mut rng = Rng::new(1);
-        for dtype in FLOATS {
-            for (tokens, experts, top_k) in
-                [(1, 1, 1), (5, 8, 2), (3, 17, 5), (2, 60, 4), (300, 128, 8), (4, 7, 7), (2, 4, 0)]
-            {
-                let logits = rng.tensor(dtype, &[tokens, experts]);
-                let bias = rng.tensor(dtype, &[experts]);
-                for score in [Score::Softmax, Score::Sigmoid] {
-                    for (renormalize, scale) in [(false, 1.0), (true, 1.0), (true, 2.5)] {
-                        let routing = Routing { score, renormalize, groups: None, scale };
-                        assert_routes(exec, routing, &logits, None, top_k);
-                        assert_routes(exec, routing, &logits, Some(&bias), top_k);
-                    }
+    let mut rng = Rng::new(1);
+    for dtype in FLOATS {
+        for (tokens, experts, top_k) in
+            [(1, 1, 1), (5, 8, 2), (3, 17, 5), (2, 60, 4), (300, 128, 8), (4, 7, 7), (2, 4, 0)]
+        {
+            let logits = rng.tensor(dtype, &[tokens, experts]);
+            let bias = rng.tensor(dtype, &[experts]);
+            for score in [Score::Softmax, Score::Sigmoid] {
+                for (renormalize, scale) in [(false, 1.0), (true, 1.0), (true, 2.5)] {
+                    let routing = Routing { score, renormalize, groups: None, scale };
+                    assert_routes(routing, &logits, None, top_k);
+                    assert_routes(routing, &logits, Some(&bias), top_k);
                 }
             }
         }
-    });
+    }
 }
 
 #[test]
 fn groups_are_chosen_by_their_two_best() {
-    every_exec(|exec| {
-        let mut rng = Rng::new(2);
-        let logits = rng.tensor(DType::F32, &[40, 256]);
-        let bias = rng.tensor(DType::F32, &[256]);
-        assert_routes(exec, Routing::deepseek_v3(), &logits, Some(&bias), 8);
-        assert_routes(exec, Routing::deepseek_v3(), &logits, None, 8);
-        for (count, chosen) in [(1, 1), (2, 1), (256, 9), (128, 128), (32, 2), (4, 3)] {
-            let routing = Routing { groups: Some(Groups { count, chosen }), ..Routing::default() };
-            assert_routes(exec, routing, &logits, Some(&bias), 8);
-            assert_routes(exec, routing, &logits, None, 8);
-        }
-        // Two good experts beat one that is better: groups of 3, sums 0.9 + 0.1 and 0.6 + 0.6.
-        let logit = |p: f32| (p / (1.0 - p)).ln();
-        let scores: Vec<f32> = [0.9, 0.1, 0.05, 0.6, 0.01, 0.6].map(logit).to_vec();
-        let logits = Tensor::from_f32(DType::F32, &scores, &[1, 6]).unwrap();
-        let routing = Routing { groups: Some(Groups { count: 2, chosen: 1 }), ..Routing::llama4() };
-        assert_eq!(routed(exec, routing, logits.view(), None, 2).0, [3, 5]);
-    });
+    let mut rng = Rng::new(2);
+    let logits = rng.tensor(DType::F32, &[40, 256]);
+    let bias = rng.tensor(DType::F32, &[256]);
+    assert_routes(Routing::deepseek_v3(), &logits, Some(&bias), 8);
+    assert_routes(Routing::deepseek_v3(), &logits, None, 8);
+    for (count, chosen) in [(1, 1), (2, 1), (256, 9), (128, 128), (32, 2), (4, 3)] {
+        let routing = Routing { groups: Some(Groups { count, chosen }), ..Routing::default() };
+        assert_routes(routing, &logits, Some(&bias), 8);
+        assert_routes(routing, &logits, None, 8);
+    }
+    // Two good experts beat one that is better: groups of 3, sums 0.9 + 0.1 and 0.6 + 0.6.
+    let logit = |p: f32| (p / (1.0 - p)).ln();
+    let scores: Vec<f32> = [0.9, 0.1, 0.05, 0.6, 0.01, 0.6].map(logit).to_vec();
+    let logits = Tensor::from_f32(DType::F32, &scores, &[1, 6]).unwrap();
+    let routing = Routing { groups: Some(Groups { count: 2, chosen: 1 }), ..Routing::llama4() };
+    every_exec(|exec| assert_eq!(routed(exec, routing, logits.view(), None, 2).0, [3, 5]));
 }
 
 #[test]
@@ -190,47 +189,48 @@ impl Layer {
     }
 
     #[track_caller]
-    fn assert_matches(&self, exec: &Exec, gate: Gate, what: &str) {
+    fn assert_matches(&self, gate: Gate, what: &str) {
         let act = match gate {
             Gate::Silu => activation::silu,
             Gate::Gelu => activation::gelu,
             Gate::GeluTanh => activation::gelu_tanh,
         };
-        let out = self.run(exec, gate, 0..self.x.shape()[0]);
         let weights: Vec<f64> = self.weights.as_slice::<f32>().unwrap().iter().map(|&w| f64::from(w)).collect();
-        assert_matches(&format!("{exec:?} {what}"), out.view(), out.shape()[1], |p| {
+        let wanted = Wanted::of(self.x.dtype(), |p| {
             reference::moe_ffn(p, self.x.view(), (self.ids.as_slice()?, &weights), self.experts(), act)
+        });
+        every_exec(|exec| {
+            let out = self.run(exec, gate, 0..self.x.shape()[0]);
+            wanted.check(&format!("{exec:?} {what}"), out.view(), out.shape()[1]);
         });
     }
 }
 
 #[test]
 fn experts_match_reference() {
-    every_exec(|exec| {
-        let mut rng = Rng::new(4);
-        for dtype in FLOATS {
-            for (sizes, gate) in [
-                ([7, 2, 4, 33, 17], Gate::Silu),
-                ([1, 1, 1, 1, 1], Gate::Gelu),
-                ([30, 3, 5, 64, 40], Gate::GeluTanh),
-                ([2, 8, 3, 16, 16], Gate::Silu),
-                // More than a tile of rows to an expert.
-                ([200, 3, 4, 72, 136], Gate::Gelu),
-                ([5, 2, 3, 0, 8], Gate::Silu),
-                ([5, 2, 3, 8, 0], Gate::Silu),
-                ([0, 2, 3, 8, 8], Gate::Silu),
-                ([3, 0, 3, 8, 8], Gate::Silu),
-            ] {
-                let layer = Layer::new(&mut rng, [dtype, dtype], sizes);
-                layer.assert_matches(exec, gate, &format!("{dtype} {sizes:?} {gate:?}"));
-            }
-            let sizes = [20, 2, 4, 150, 140];
-            for weights in [DType::E4M3, DType::E5M2] {
-                let layer = Layer::new(&mut rng, [dtype, weights], sizes);
-                layer.assert_matches(exec, Gate::Silu, &format!("{dtype} {weights} {sizes:?}"));
-            }
+    let mut rng = Rng::new(4);
+    for dtype in FLOATS {
+        for (sizes, gate) in [
+            ([7, 2, 4, 33, 17], Gate::Silu),
+            ([1, 1, 1, 1, 1], Gate::Gelu),
+            ([30, 3, 5, 64, 40], Gate::GeluTanh),
+            ([2, 8, 3, 16, 16], Gate::Silu),
+            // More than a tile of rows to an expert.
+            ([200, 3, 4, 72, 136], Gate::Gelu),
+            ([5, 2, 3, 0, 8], Gate::Silu),
+            ([5, 2, 3, 8, 0], Gate::Silu),
+            ([0, 2, 3, 8, 8], Gate::Silu),
+            ([3, 0, 3, 8, 8], Gate::Silu),
+        ] {
+            let layer = Layer::new(&mut rng, [dtype, dtype], sizes);
+            layer.assert_matches(gate, &format!("{dtype} {sizes:?} {gate:?}"));
         }
-    });
+        let sizes = [20, 2, 4, 150, 140];
+        for weights in [DType::E4M3, DType::E5M2] {
+            let layer = Layer::new(&mut rng, [dtype, weights], sizes);
+            layer.assert_matches(Gate::Silu, &format!("{dtype} {weights} {sizes:?}"));
+        }
+    }
 }
 
 #[test]

@@ -55,6 +55,32 @@ pub(crate) fn gpu() -> Option<&'static Exec> {
     .as_ref()
 }
 
+/// A reference's results, for outputs of one type: computed once where several executors are compared with them.
+pub(crate) struct Wanted {
+    exact: Vec<f64>,
+    naive: Vec<f64>,
+}
+
+impl Wanted {
+    /// `reference`: its function of the precision.
+    #[track_caller]
+    pub(crate) fn of(out: DType, reference: impl Fn(Precision) -> fir::Result<Vec<f64>>) -> Self {
+        let naive = match out {
+            // fp8 outputs come from bf16-sized arithmetic: the rounding of the output is in the comparer's ulp.
+            DType::E4M3 | DType::E5M2 => DType::BF16,
+            d => d,
+        };
+        Self { exact: reference(Precision::Exact).unwrap(), naive: reference(Precision::Naive(naive)).unwrap() }
+    }
+
+    #[track_caller]
+    pub(crate) fn check(&self, what: &str, got: TensorRef<'_>, row: usize) {
+        if let Err(e) = compare(got, Compare { exact: &self.exact, naive: &self.naive, row }) {
+            panic!("{what}: {e}");
+        }
+    }
+}
+
 /// Compares `got` with a reference, given as its function of the precision.
 #[track_caller]
 pub(crate) fn assert_matches(
@@ -63,15 +89,7 @@ pub(crate) fn assert_matches(
     row: usize,
     reference: impl Fn(Precision) -> fir::Result<Vec<f64>>,
 ) {
-    let naive = match got.dtype() {
-        // fp8 outputs come from bf16-sized arithmetic: the rounding of the output is in the comparer's ulp.
-        DType::E4M3 | DType::E5M2 => DType::BF16,
-        d => d,
-    };
-    let (exact, naive) = (reference(Precision::Exact).unwrap(), reference(Precision::Naive(naive)).unwrap());
-    if let Err(e) = compare(got, Compare { exact: &exact, naive: &naive, row }) {
-        panic!("{what}: {e}");
-    }
+    Wanted::of(got.dtype(), reference).check(what, got, row);
 }
 
 /// Checks by Pearson's statistic that tokens were drawn from `dist`, with a bound that a right sampler exceeds but once

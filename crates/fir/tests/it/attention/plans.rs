@@ -160,9 +160,10 @@ fn cascade_matches_flat_reference_over_one_to_four_levels() {
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
+    /// Of four requests and more: the naive errors of a few rows may all be small by luck.
     #[test]
     fn cascade_equals_flat(
-        q_lens in prop::collection::vec(1u32..4, 1..6), prefix in 0u32..200, own in prop::collection::vec(0u32..90, 6), seed in 0u64..99,
+        q_lens in prop::collection::vec(1u32..4, 4..9), prefix in 0u32..200, own in prop::collection::vec(0u32..90, 8), seed in 0u64..99,
     ) {
         let n = q_lens.len();
         let levels = vec![vec![(n, prefix)], own[..n].iter().map(|&len| (1, len)).collect()];

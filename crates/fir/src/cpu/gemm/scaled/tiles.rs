@@ -238,14 +238,20 @@ impl<W: Lane, O: Lane> TileKernel for Unit<'_, W, O> {
             ..=STRIP => (turn / depths * STRIP, turn % depths * STEPS),
             _ => (turn % strips * STRIP, turn / strips * STEPS),
         };
+        let mut scales = [&[][..]; STRIP];
         for turn in 0..depths * strips {
             let (j, done) = place(turn);
             let n = STEPS.min(steps - done);
             self.copy(v, tiles, (j, done), n, place(turn + 1), strip);
+            if self.segment.is_some() && self.w_scales.partial {
+                for (r, scales) in scales.iter_mut().enumerate().take(width - j) {
+                    *scales = self.w_scales.parts(self.first + j + r);
+                }
+            }
             for i in (0..m).step_by(STRIP) {
                 let sums = Sums { data: &mut sums[j * stride + i..], stride };
                 match self.segment {
-                    Some(segment) => self.segments(v, tiles, (i, j), segment, strip, done..done + n, sums),
+                    Some(segment) => self.segments(v, tiles, i, segment, (strip, &scales), done..done + n, sums),
                     None => self.product(tiles, i, strip, done, n, sums, done > 0),
                 }
             }
@@ -298,23 +304,24 @@ impl<W: Lane, O: Lane> Unit<'_, W, O> {
         }
     }
 
-    /// Adds the product of a strip, whose steps are `range` of the whole depth, segment by segment.
+    /// Adds the product of a strip, whose steps are `range` of the whole depth, segment by segment. `scales`: those of the
+    /// parts of its rows; none if they are of whole rows.
     #[expect(clippy::too_many_arguments, reason = "what a product of tiles takes")]
     #[inline(always)]
     fn segments(
         &self,
         v: Avx512,
         tiles: Tiles,
-        (i, j): (usize, usize),
+        i: usize,
         segment: usize,
-        strip: &[bf16],
+        (strip, scales): (&[bf16], &[&[f32]; STRIP]),
         range: std::ops::Range<usize>,
         sums: Sums<'_, f32>,
     ) {
         #[repr(align(64))]
         struct Part([f32; STRIP * STRIP]);
         let mut part = Part([0.0; STRIP * STRIP]);
-        let rows = STRIP.min(self.out.row_len() - j);
+        let two = self.out.range().len() - i > 16;
         let mut at = range.start;
         while at < range.end {
             let s = at / segment;
@@ -323,14 +330,15 @@ impl<W: Lane, O: Lane> Unit<'_, W, O> {
             self.product(tiles, i, &strip[(at - range.start) * STEP..], at, end - at, to, false);
             let x = &self.factors.data[s * self.factors.stride + self.factors.first + i..][..STRIP];
             let (low, high) = (v.load(x), v.load(&x[16..]));
-            for r in 0..rows {
-                let scales = self.w_scales.parts(self.first + j + r);
-                let scale =
-                    if scales.is_empty() { 1.0 } else { scales[s * segment * STEP / self.w_scales.block.columns] };
-                let (scale, from, to) = (v.splat(scale), &part.0[r * STRIP..], &mut sums.data[r * sums.stride..]);
+            // One division for all rows: two for each took as long as the products of few rows.
+            let column = s * segment * STEP / self.w_scales.block.columns;
+            let rows = part.0.as_chunks::<STRIP>().0.iter().zip(sums.data.chunks_mut(sums.stride));
+            for ((from, to), scales) in rows.zip(scales) {
+                let scale = v.splat(scales.get(column).copied().unwrap_or(1.0));
                 v.store(v.fma(v.load(from), v.mul(low, scale), v.load(to)), to);
-                // Of 16 rows or fewer the second half of `part` is not written: old numbers, for sums that nobody reads.
-                v.store(v.fma(v.load(&from[16..]), v.mul(high, scale), v.load(&to[16..])), &mut to[16..]);
+                if two {
+                    v.store(v.fma(v.load(&from[16..]), v.mul(high, scale), v.load(&to[16..])), &mut to[16..]);
+                }
             }
             at = end;
         }
