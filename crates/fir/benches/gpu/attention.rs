@@ -165,6 +165,8 @@ pub(super) fn run(suite: &Suite) -> Result<()> {
     for (requests, shared, own, goal, peer) in CASCADE {
         cascade(suite, &bf16, requests, [shared, own], goal, peer)?;
     }
+    cascade_beside_flat(suite, &bf16)?;
+    fixed(suite, &bf16)?;
     drop(bf16);
     let fp8 = Pool::new(suite, DType::E4M3)?;
     for (batch, kv, goal, peer) in DECODE_FP8 {
@@ -228,26 +230,42 @@ fn plans(suite: &Suite) -> Result<()> {
 }
 
 fn decode(suite: &Suite, pool: &Pool, name: &str, lens: &[u32], goal: Goal, peer: &'static str) -> Result<()> {
-    const PAGE: usize = 16;
-    let dtype = pool.device[0].dtype();
-    let case = format!("attention, decode bf16, KV {dtype}, page 16, {name}");
+    let case = format!("attention, decode bf16, KV {}, page 16, {name}", pool.device[0].dtype());
     if !suite.wants(&case) {
         return Ok(());
     }
+    let table = pool.table(suite, 16, lens)?;
+    decode_of(suite, pool, &case, &table, lens, Split::Balanced, goal, peer)
+}
+
+/// Decodes of requests whose pages are in `table`.
+#[expect(clippy::too_many_arguments, reason = "a row of the table")]
+fn decode_of(
+    suite: &Suite,
+    pool: &Pool,
+    case: &str,
+    table: &PageTable<'static>,
+    lens: &[u32],
+    split: Split,
+    goal: Goal,
+    peer: &'static str,
+) -> Result<()> {
+    const PAGE: usize = 16;
+    let dtype = pool.device[0].dtype();
     let problem = Problem { kv_dtype: dtype, ..Problem::new(HEADS, KV_HEADS, DIM, DType::BF16, variant::standard()) };
-    let plan = DecodePlan::new(&suite.exec, problem, lens, Split::Balanced)?;
-    let (scratch, table) = (RefCell::new(plan.scratch()), pool.table(suite, PAGE, lens)?);
+    let plan = DecodePlan::new(&suite.exec, problem, lens, split)?;
+    let scratch = RefCell::new(plan.scratch());
     let (q, q_host) = suite.random(1, &[lens.len(), HEADS, DIM])?;
     let out = RefCell::new(suite.gpu.zeros(DType::BF16, &[lens.len(), HEADS, DIM])?);
     let tokens: usize = lens.iter().map(|&n| n as usize).sum();
     suite.bench(
-        &case,
+        case,
         Work::Bytes(2 * tokens * KV_HEADS * DIM * dtype.size()),
         goal,
         peer,
         || {
             let (mut scratch, mut out) = (scratch.borrow_mut(), out.borrow_mut());
-            let (kv, params) = (Kv::Paged(Pool::paged(&pool.device, PAGE)?, &table), &Params::new());
+            let (kv, params) = (Kv::Paged(Pool::paged(&pool.device, PAGE)?, table), &Params::new());
             let (scratch, out) = (&mut *scratch, out.view_mut());
             plan.run(&suite.exec, DecodeArgs { q: q.view(), kv, params, sm_scale: None, scratch, out, lse: None })
         },
@@ -301,7 +319,8 @@ fn prefill_of(
     // What a causal mask shows: half of a square, and all before it.
     let seen = if causal { f64::from(kv_len) - f64::from(q_len) / 2.0 } else { f64::from(kv_len) };
     let flops = 4.0 * (requests * HEADS * DIM) as f64 * f64::from(q_len) * seen;
-    batch(suite, pool, &case, page, variant, (q_dtype, &qo), &kv_lens, Work::Flops(flops), goal, peer)
+    let work = Work::Flops(flops);
+    batch(suite, pool, &case, page, variant, (q_dtype, &qo), &kv_lens, Split::Balanced, work, goal, peer)
 }
 
 /// 63 decodes and a prefill of 2048, all with 2048 tokens cached.
@@ -315,7 +334,50 @@ fn mixed(suite: &Suite, pool: &Pool) -> Result<()> {
     let bytes = Work::Bytes(2 * 2 * 64 * 2_048 * KV_HEADS * DIM);
     let (qo, kv_lens) = (Ragged::from_lens(&q_lens)?, [2_048; 64]);
     let queries = (DType::BF16, &qo);
-    batch(suite, pool, case, 16, variant::causal(), queries, &kv_lens, bytes, Goal::Us(160.0), "233")
+    let split = Split::Balanced;
+    batch(suite, pool, case, 16, variant::causal(), queries, &kv_lens, split, bytes, Goal::Us(160.0), "233")
+}
+
+/// Cuts that do not depend on the batch beside balanced ones: at most 15 % more is wanted.
+fn fixed(suite: &Suite, pool: &Pool) -> Result<()> {
+    const CUTS: [(Split, &str); 4] = [
+        (Split::Balanced, "balanced"),
+        (Split::Fixed(256), "cut every 256"),
+        (Split::Fixed(1_024), "cut every 1024"),
+        (Split::Off, "never cut"),
+    ];
+    let goal = |split, balanced: f64| Goal::Us(if split == Split::Balanced { f64::INFINITY } else { 1.15 * balanced });
+    for (requests, kv) in [(1, 32_768), (16, 2_048), (64, 2_048), (64, 8_192), (256, 2_048)] {
+        let (lens, mut balanced) = (vec![kv; requests], 0.0);
+        for (split, name) in CUTS {
+            let case = format!("attention, batch-invariant decode, {requests} × {kv}, {name}");
+            if !suite.wants(&case) {
+                continue;
+            }
+            let table = pool.table(suite, 16, &lens)?;
+            decode_of(suite, pool, &case, &table, &lens, split, goal(split, balanced), "")?;
+            if split == Split::Balanced {
+                balanced = suite.last.get();
+            }
+        }
+    }
+    for (requests, q_len, kv_len) in [(16, 1_024, 1_024), (4, 4_096, 4_096), (1, 2_048, 2_048), (4, 512, 8_192)] {
+        let (qo, kv_lens, mut balanced) = (Ragged::from_lens(&vec![q_len; requests])?, vec![kv_len; requests], 0.0);
+        let seen = f64::from(kv_len) - f64::from(q_len) / 2.0;
+        let work = Work::Flops(4.0 * (requests * HEADS * DIM) as f64 * f64::from(q_len) * seen);
+        for (split, name) in CUTS {
+            let case = format!("attention, batch-invariant prefill, page 16, {requests} × {q_len} on {kv_len}, {name}");
+            if !suite.wants(&case) {
+                continue;
+            }
+            let (queries, goal) = ((DType::BF16, &qo), goal(split, balanced));
+            batch(suite, pool, &case, 16, variant::causal(), queries, &kv_lens, split, work, goal, "")?;
+            if split == Split::Balanced {
+                balanced = suite.last.get();
+            }
+        }
+    }
+    Ok(())
 }
 
 #[expect(clippy::too_many_arguments, reason = "one case")]
@@ -327,6 +389,7 @@ fn batch(
     variant: Variant,
     (q_dtype, qo): (DType, &Ragged),
     kv_lens: &[u32],
+    split: Split,
     work: Work,
     goal: Goal,
     peer: &'static str,
@@ -334,7 +397,7 @@ fn batch(
     let causal = variant == variant::causal();
     let kv_dtype = pool.device[0].dtype();
     let problem = Problem { q_dtype, kv_dtype, ..Problem::new(HEADS, KV_HEADS, DIM, DType::BF16, variant) };
-    let plan = BatchPlan::new(&suite.exec, problem, qo, kv_lens, Split::Balanced)?;
+    let plan = BatchPlan::new(&suite.exec, problem, qo, kv_lens, split)?;
     let scratch = RefCell::new(plan.scratch());
     let ragged = Ragged::from_lens(kv_lens)?;
     let table = pool.table(suite, page.max(1), if page == 0 { &[] } else { kv_lens })?;
@@ -377,6 +440,42 @@ fn batch(
     )
 }
 
+/// Pages of what is shared, of what `requests` have of their own, and of both as one request would have them.
+fn prefixed(suite: &Suite, pool: &Pool, requests: usize, [shared, own]: [u32; 2]) -> Result<[PageTable<'static>; 3]> {
+    // One table for all, so that no page is in two of them.
+    let mut lens = vec![shared];
+    lens.extend(vec![own; requests]);
+    let all = pool.table(suite, 16, &lens)?;
+    let part = |rows: &[Vec<usize>]| -> Result<PageTable<'static>> {
+        let (mut indptr, mut ids, mut sums) = (vec![0i32], Vec::new(), Vec::new());
+        for row in rows {
+            row.iter().for_each(|&r| ids.extend_from_slice(all.pages(r)));
+            indptr.push(ids.len() as i32);
+            sums.push(row.iter().map(|&r| lens[r] as i32).sum());
+        }
+        PageTable::with_lens(16, POOL / 16, indptr, ids, &sums)?.to_device(&suite.gpu)
+    };
+    let rows = |f: fn(usize) -> Vec<usize>| (1..=requests).map(f).collect::<Vec<_>>();
+    Ok([part(&[vec![0]])?, part(&rows(|r| vec![r]))?, part(&rows(|r| vec![0, r]))?])
+}
+
+/// A cascade beside decodes that each read the prefix for themselves: it should never be slower.
+fn cascade_beside_flat(suite: &Suite, pool: &Pool) -> Result<()> {
+    for requests in [1, 2, 4, 8, 16, 32, 64, 128] {
+        for lens in [[2_048, 128], [8_192, 128]] {
+            let case = format!("attention, flat bf16, page 16, {requests} × ({} shared + {})", lens[0], lens[1]);
+            if !suite.wants(&case) {
+                continue;
+            }
+            let [_, _, table] = prefixed(suite, pool, requests, lens)?;
+            let kv_lens = vec![lens[0] + lens[1]; requests];
+            decode_of(suite, pool, &case, &table, &kv_lens, Split::Balanced, Goal::Us(f64::INFINITY), "")?;
+            cascade(suite, pool, requests, lens, suite.last.get(), "")?;
+        }
+    }
+    Ok(())
+}
+
 fn cascade(
     suite: &Suite,
     pool: &Pool,
@@ -390,20 +489,7 @@ fn cascade(
     if !suite.wants(&case) {
         return Ok(());
     }
-    // One table for both, so that no page is in two of them.
-    let mut lens = vec![shared];
-    lens.extend(vec![own; requests]);
-    let both = pool.table(suite, PAGE, &lens)?;
-    let part = |requests: std::ops::Range<usize>| -> Result<PageTable<'static>> {
-        let (mut indptr, mut ids) = (vec![0i32], Vec::new());
-        for r in requests.clone() {
-            ids.extend_from_slice(both.pages(r));
-            indptr.push(ids.len() as i32);
-        }
-        let lens: Vec<i32> = lens[requests].iter().map(|&n| n as i32).collect();
-        PageTable::with_lens(PAGE, POOL / PAGE, indptr, ids, &lens)?.to_device(&suite.gpu)
-    };
-    let tables = [part(0..1)?, part(1..requests + 1)?];
+    let tables = prefixed(suite, pool, requests, [shared, own])?;
     let (all, each) = (Ragged::from_lens(&[requests as u32])?, Ragged::ones(requests)?);
     let levels =
         [CascadeLevel { qo: &all, kv_lens: tables[0].lens() }, CascadeLevel { qo: &each, kv_lens: tables[1].lens() }];
