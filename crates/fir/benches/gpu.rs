@@ -281,9 +281,13 @@ mod gpu {
             Ok(())
         }
 
-        /// Prints a row whose goal is a time.
+        /// Prints a row whose goal is a time; none if that is infinite.
         fn row(&self, name: &str, first: Option<f64>, time: f64, rate: &str, goal: f64, peer: &str) {
-            let verdict = if time <= goal { "reached" } else { "missed" };
+            let (goal, verdict) = match goal {
+                f64::INFINITY => (String::new(), ""),
+                goal if time <= goal => (goal.to_string(), "reached"),
+                goal => (goal.to_string(), "missed"),
+            };
             let first = first.map_or(String::new(), |ms| format!("{ms:.1}"));
             println!("| {name} | {first} | {time:.2} | {rate} | {goal} | {peer} | {verdict} |");
         }

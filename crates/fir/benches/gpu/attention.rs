@@ -1,5 +1,7 @@
 //! Attention's rows: decode, prefill, mixed batches, cascades, block-sparse and latent attention, and plans.
 
+mod compared;
+
 use std::cell::RefCell;
 use std::time::Instant;
 
@@ -165,8 +167,8 @@ pub(super) fn run(suite: &Suite) -> Result<()> {
     for (requests, shared, own, goal, peer) in CASCADE {
         cascade(suite, &bf16, requests, [shared, own], goal, peer)?;
     }
-    cascade_beside_flat(suite, &bf16)?;
-    fixed(suite, &bf16)?;
+    compared::cascades(suite, &bf16)?;
+    compared::fixed(suite, &bf16)?;
     drop(bf16);
     let fp8 = Pool::new(suite, DType::E4M3)?;
     for (batch, kv, goal, peer) in DECODE_FP8 {
@@ -338,48 +340,6 @@ fn mixed(suite: &Suite, pool: &Pool) -> Result<()> {
     batch(suite, pool, case, 16, variant::causal(), queries, &kv_lens, split, bytes, Goal::Us(160.0), "233")
 }
 
-/// Cuts that do not depend on the batch beside balanced ones: at most 15 % more is wanted.
-fn fixed(suite: &Suite, pool: &Pool) -> Result<()> {
-    const CUTS: [(Split, &str); 4] = [
-        (Split::Balanced, "balanced"),
-        (Split::Fixed(256), "cut every 256"),
-        (Split::Fixed(1_024), "cut every 1024"),
-        (Split::Off, "never cut"),
-    ];
-    let goal = |split, balanced: f64| Goal::Us(if split == Split::Balanced { f64::INFINITY } else { 1.15 * balanced });
-    for (requests, kv) in [(1, 32_768), (16, 2_048), (64, 2_048), (64, 8_192), (256, 2_048)] {
-        let (lens, mut balanced) = (vec![kv; requests], 0.0);
-        for (split, name) in CUTS {
-            let case = format!("attention, batch-invariant decode, {requests} × {kv}, {name}");
-            if !suite.wants(&case) {
-                continue;
-            }
-            let table = pool.table(suite, 16, &lens)?;
-            decode_of(suite, pool, &case, &table, &lens, split, goal(split, balanced), "")?;
-            if split == Split::Balanced {
-                balanced = suite.last.get();
-            }
-        }
-    }
-    for (requests, q_len, kv_len) in [(16, 1_024, 1_024), (4, 4_096, 4_096), (1, 2_048, 2_048), (4, 512, 8_192)] {
-        let (qo, kv_lens, mut balanced) = (Ragged::from_lens(&vec![q_len; requests])?, vec![kv_len; requests], 0.0);
-        let seen = f64::from(kv_len) - f64::from(q_len) / 2.0;
-        let work = Work::Flops(4.0 * (requests * HEADS * DIM) as f64 * f64::from(q_len) * seen);
-        for (split, name) in CUTS {
-            let case = format!("attention, batch-invariant prefill, page 16, {requests} × {q_len} on {kv_len}, {name}");
-            if !suite.wants(&case) {
-                continue;
-            }
-            let (queries, goal) = ((DType::BF16, &qo), goal(split, balanced));
-            batch(suite, pool, &case, 16, variant::causal(), queries, &kv_lens, split, work, goal, "")?;
-            if split == Split::Balanced {
-                balanced = suite.last.get();
-            }
-        }
-    }
-    Ok(())
-}
-
 #[expect(clippy::too_many_arguments, reason = "one case")]
 fn batch(
     suite: &Suite,
@@ -457,23 +417,6 @@ fn prefixed(suite: &Suite, pool: &Pool, requests: usize, [shared, own]: [u32; 2]
     };
     let rows = |f: fn(usize) -> Vec<usize>| (1..=requests).map(f).collect::<Vec<_>>();
     Ok([part(&[vec![0]])?, part(&rows(|r| vec![r]))?, part(&rows(|r| vec![0, r]))?])
-}
-
-/// A cascade beside decodes that each read the prefix for themselves: it should never be slower.
-fn cascade_beside_flat(suite: &Suite, pool: &Pool) -> Result<()> {
-    for requests in [1, 2, 4, 8, 16, 32, 64, 128] {
-        for lens in [[2_048, 128], [8_192, 128]] {
-            let case = format!("attention, flat bf16, page 16, {requests} × ({} shared + {})", lens[0], lens[1]);
-            if !suite.wants(&case) {
-                continue;
-            }
-            let [_, _, table] = prefixed(suite, pool, requests, lens)?;
-            let kv_lens = vec![lens[0] + lens[1]; requests];
-            decode_of(suite, pool, &case, &table, &kv_lens, Split::Balanced, Goal::Us(f64::INFINITY), "")?;
-            cascade(suite, pool, requests, lens, suite.last.get(), "")?;
-        }
-    }
-    Ok(())
 }
 
 fn cascade(
