@@ -69,6 +69,9 @@ struct alignas(16) BracketSmem {
   double mass; // of what passes
 };
 
+// Behind them are the units' sums, and then their lists.
+__device__ __forceinline__ UnitSum* unit_sums(u8* smem) { return reinterpret_cast<UnitSum*>(smem + sizeof(BracketSmem)); }
+
 // The elements of the lists, by all threads of a block.
 struct List {
   static constexpr bool kResident = true;
@@ -122,7 +125,7 @@ struct Bracket {
     room = min((words - min(words, 8u)) / 32 * 32 + 4, kMostListed); // 16 bytes are for the sum
     if (units > kThreads || words < 40) return false;
     s = reinterpret_cast<BracketSmem*>(smem);
-    sums = reinterpret_cast<UnitSum*>(smem + sizeof(BracketSmem));
+    sums = unit_sums(smem);
     lists = reinterpret_cast<float*>(sums + units);
     lo = hi = kMostKey;
     for (u32 i = 0; i < 2; ++i) s->bins[i * kThreads + threadIdx.x] = 0;
@@ -281,7 +284,10 @@ struct Bracket {
       above = R::warp_total(above);
       most = __reduce_max_sync(kAll, most);
       if (kCount) over = __reduce_add_sync(kAll, over);
-      if (lane_id() == 0) peer_store(to_sums + u * u32(sizeof(UnitSum)), bits_of(mass), bits_of(above), u32(most), listed | over << 16);
+      if (lane_id() == 0) {
+        peer_store(to_sums + u * u32(sizeof(UnitSum)), bits_of(mass), bits_of(above), u32(most), listed | over << 16);
+        sums[u].max = most; // for this block's own second pass
+      }
     }
   }
 

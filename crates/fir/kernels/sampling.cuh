@@ -12,7 +12,7 @@
 //        dynamic          kResident: the row (rows.cuh); else sample of weights, renorm, mask: lists (bracket.cuh), or none
 // needs  sm_80; clusters from sm_90
 //
-// reads  x, once where kResident; with lists once, and for renorm and mask once more
+// reads  x, once where kResident; with lists once, and for renorm and mask those units once more that something passes of
 // writes out, valid; a row that is no distribution: token 0 and valid 0, or NaN
 // twins  src/cpu/sampling.rs, src/reference/sampling.rs. Draws are equal but where two sums in different orders put `u`
 //        on different sides of an element's edge (relative 1e-7); so also, where filters are in use, those of a row with lists and
@@ -37,17 +37,36 @@ __device__ __forceinline__ void write_id(void* ids, bool wide, i64 i, i64 value)
   else static_cast<i32*>(ids)[i] = i32(value);
 }
 
-// Writes `f(x)` of every element.
-template <class Out, class R, class F>
-__device__ __forceinline__ void write_row(const R& row, Out* out, F f) {
+// Writes `f(x)` of every element; of units of which `empty(u)` says that it is `none` for all, without reading them.
+template <class Out, class R, class F, class E>
+__device__ __forceinline__ void write_row(const R& row, Out* out, F f, E empty, float none) {
   const bool aligned = (reinterpret_cast<u64>(out) & (4 * sizeof(Out) - 1)) == 0;
-  row.each([&](u32 place, const float (&x)[4]) {
-    float y[4];
-#pragma unroll
-    for (u32 e = 0; e < 4; ++e) y[e] = f(x[e]);
+  auto put = [&](u32 place, const float (&y)[4]) {
     if (aligned && place + 4 <= row.n) store_elements<true>(out, place, row.n, y);
     else store_elements<false>(out, place, row.n, y);
-  });
+  };
+  for (u32 u = row.unit; u < row.unit_end; ++u) {
+    if (empty(u)) {
+      const float y[4] = {none, none, none, none};
+#pragma unroll 1
+      for (u32 g = 0; g < kGroups; ++g) put(row.place(u, g), y);
+      continue;
+    }
+#pragma unroll 1
+    for (u32 half = 0; half < 2; ++half) {
+      float x[4][4];
+      row.read(u, half, x);
+#pragma unroll
+      for (u32 g = 0; g < 4; ++g) {
+        const float y[4] = {f(x[g][0]), f(x[g][1]), f(x[g][2]), f(x[g][3])};
+        put(row.place(u, half * 4 + g), y);
+      }
+    }
+  }
+}
+template <class Out, class R, class F>
+__device__ __forceinline__ void write_row(const R& row, Out* out, F f) {
+  write_row(row, out, f, [](u32) { return false; }, 0.f);
 }
 
 // The first place of the largest element, over the cluster; -1 if the row has a NaN.
@@ -336,6 +355,8 @@ struct RenormParams {
 
 enum class Keep : i32 { kTopK, kTopP };
 
+constexpr i32 kNever = i32(0x80000000u); // no key is less
+
 // Probabilities that pass, scaled to sum to 1.
 template <Keep kKeep, bool kResident>
 __global__ void __launch_bounds__(kThreads, kResident ? kBlocks : 2) renorm(const __grid_constant__ RenormParams p) {
@@ -357,6 +378,7 @@ __global__ void __launch_bounds__(kThreads, kResident ? kBlocks : 2) renorm(cons
   float cutoff = kPositive;
   double mass = 0.0;
   bool known = false;
+  i32 least = kNever; // units whose largest key is less have nothing that passes, where lists told
   if constexpr (!kResident) {
     Bracket<false> bracket;
     if (bracket.open(dynamic_smem(), p.n)) {
@@ -378,6 +400,7 @@ __global__ void __launch_bounds__(kThreads, kResident ? kBlocks : 2) renorm(cons
       known = bracket.s->answer;
       if (known) cutoff = bracket.s->cutoff, mass = bracket.s->mass;
       else search.open(&search_smem);
+      if (known && cutoff >= kPositive) least = __float_as_int(cutoff);
     }
   }
   if (!known) {
@@ -400,7 +423,9 @@ __global__ void __launch_bounds__(kThreads, kResident ? kBlocks : 2) renorm(cons
     }
   }
   const float inverse = cutoff == -infinity() ? not_a_number() : float(1.0 / mass);
-  write_row(row, out, [=](float x) { return x < cutoff ? 0.f : x * inverse; });
+  write_row(
+      row, out, [=](float x) { return x < cutoff ? 0.f : x * inverse; },
+      [=](u32 u) { return least != kNever && unit_sums(dynamic_smem())[u].max < least; }, 0.f);
   cluster_sync(); // others may still read this block's bins
 }
 
@@ -421,6 +446,7 @@ __global__ void __launch_bounds__(kThreads, kResident ? kBlocks : 2) mask(const 
   const u32 k = p.top_k.get(r);
   float cutoff = -infinity();
   bool known = k >= p.n;
+  i32 least = kNever; // units whose largest key is less have nothing that passes, where lists told
   if constexpr (!kResident) {
     Bracket<true> bracket;
     if (!known && bracket.open(dynamic_smem(), p.n)) {
@@ -434,7 +460,8 @@ __global__ void __launch_bounds__(kThreads, kResident ? kBlocks : 2) mask(const 
       cluster_sync(ex.size);
       known = bracket.s->answer;
       cutoff = bracket.s->cutoff;
-      if (!known) search.open(&search_smem);
+      if (known) least = order(cutoff);
+      else search.open(&search_smem);
     }
   }
   if (!known) {
@@ -443,7 +470,9 @@ __global__ void __launch_bounds__(kThreads, kResident ? kBlocks : 2) mask(const 
     const Record all = ex.all(0.0, order(own), 0, bound);
     cutoff = kth_cutoff(row, ex, search, k, unorder(all.key), all.key2);
   }
-  write_row(row, out, [=](float x) { return x < cutoff ? -infinity() : x; });
+  write_row(
+      row, out, [=](float x) { return x < cutoff ? -infinity() : x; },
+      [=](u32 u) { return least != kNever && unit_sums(dynamic_smem())[u].max < least; }, -infinity());
   cluster_sync(); // others may still read this block's bins
 }
 

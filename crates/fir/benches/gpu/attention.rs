@@ -1,5 +1,7 @@
 //! Attention's rows: decode, prefill, mixed batches, cascades, block-sparse and latent attention, and plans.
 
+mod compared;
+
 use std::cell::RefCell;
 use std::time::Instant;
 
@@ -165,6 +167,8 @@ pub(super) fn run(suite: &Suite) -> Result<()> {
     for (requests, shared, own, goal, peer) in CASCADE {
         cascade(suite, &bf16, requests, [shared, own], goal, peer)?;
     }
+    compared::cascades(suite, &bf16)?;
+    compared::fixed(suite, &bf16)?;
     drop(bf16);
     let fp8 = Pool::new(suite, DType::E4M3)?;
     for (batch, kv, goal, peer) in DECODE_FP8 {
@@ -228,26 +232,42 @@ fn plans(suite: &Suite) -> Result<()> {
 }
 
 fn decode(suite: &Suite, pool: &Pool, name: &str, lens: &[u32], goal: Goal, peer: &'static str) -> Result<()> {
-    const PAGE: usize = 16;
-    let dtype = pool.device[0].dtype();
-    let case = format!("attention, decode bf16, KV {dtype}, page 16, {name}");
+    let case = format!("attention, decode bf16, KV {}, page 16, {name}", pool.device[0].dtype());
     if !suite.wants(&case) {
         return Ok(());
     }
+    let table = pool.table(suite, 16, lens)?;
+    decode_of(suite, pool, &case, &table, lens, Split::Balanced, goal, peer)
+}
+
+/// Decodes of requests whose pages are in `table`.
+#[expect(clippy::too_many_arguments, reason = "a row of the table")]
+fn decode_of(
+    suite: &Suite,
+    pool: &Pool,
+    case: &str,
+    table: &PageTable<'static>,
+    lens: &[u32],
+    split: Split,
+    goal: Goal,
+    peer: &'static str,
+) -> Result<()> {
+    const PAGE: usize = 16;
+    let dtype = pool.device[0].dtype();
     let problem = Problem { kv_dtype: dtype, ..Problem::new(HEADS, KV_HEADS, DIM, DType::BF16, variant::standard()) };
-    let plan = DecodePlan::new(&suite.exec, problem, lens, Split::Balanced)?;
-    let (scratch, table) = (RefCell::new(plan.scratch()), pool.table(suite, PAGE, lens)?);
+    let plan = DecodePlan::new(&suite.exec, problem, lens, split)?;
+    let scratch = RefCell::new(plan.scratch());
     let (q, q_host) = suite.random(1, &[lens.len(), HEADS, DIM])?;
     let out = RefCell::new(suite.gpu.zeros(DType::BF16, &[lens.len(), HEADS, DIM])?);
     let tokens: usize = lens.iter().map(|&n| n as usize).sum();
     suite.bench(
-        &case,
+        case,
         Work::Bytes(2 * tokens * KV_HEADS * DIM * dtype.size()),
         goal,
         peer,
         || {
             let (mut scratch, mut out) = (scratch.borrow_mut(), out.borrow_mut());
-            let (kv, params) = (Kv::Paged(Pool::paged(&pool.device, PAGE)?, &table), &Params::new());
+            let (kv, params) = (Kv::Paged(Pool::paged(&pool.device, PAGE)?, table), &Params::new());
             let (scratch, out) = (&mut *scratch, out.view_mut());
             plan.run(&suite.exec, DecodeArgs { q: q.view(), kv, params, sm_scale: None, scratch, out, lse: None })
         },
@@ -301,7 +321,8 @@ fn prefill_of(
     // What a causal mask shows: half of a square, and all before it.
     let seen = if causal { f64::from(kv_len) - f64::from(q_len) / 2.0 } else { f64::from(kv_len) };
     let flops = 4.0 * (requests * HEADS * DIM) as f64 * f64::from(q_len) * seen;
-    batch(suite, pool, &case, page, variant, (q_dtype, &qo), &kv_lens, Work::Flops(flops), goal, peer)
+    let work = Work::Flops(flops);
+    batch(suite, pool, &case, page, variant, (q_dtype, &qo), &kv_lens, Split::Balanced, work, goal, peer)
 }
 
 /// 63 decodes and a prefill of 2048, all with 2048 tokens cached.
@@ -315,7 +336,8 @@ fn mixed(suite: &Suite, pool: &Pool) -> Result<()> {
     let bytes = Work::Bytes(2 * 2 * 64 * 2_048 * KV_HEADS * DIM);
     let (qo, kv_lens) = (Ragged::from_lens(&q_lens)?, [2_048; 64]);
     let queries = (DType::BF16, &qo);
-    batch(suite, pool, case, 16, variant::causal(), queries, &kv_lens, bytes, Goal::Us(160.0), "233")
+    let split = Split::Balanced;
+    batch(suite, pool, case, 16, variant::causal(), queries, &kv_lens, split, bytes, Goal::Us(160.0), "233")
 }
 
 #[expect(clippy::too_many_arguments, reason = "one case")]
@@ -327,6 +349,7 @@ fn batch(
     variant: Variant,
     (q_dtype, qo): (DType, &Ragged),
     kv_lens: &[u32],
+    split: Split,
     work: Work,
     goal: Goal,
     peer: &'static str,
@@ -334,7 +357,7 @@ fn batch(
     let causal = variant == variant::causal();
     let kv_dtype = pool.device[0].dtype();
     let problem = Problem { q_dtype, kv_dtype, ..Problem::new(HEADS, KV_HEADS, DIM, DType::BF16, variant) };
-    let plan = BatchPlan::new(&suite.exec, problem, qo, kv_lens, Split::Balanced)?;
+    let plan = BatchPlan::new(&suite.exec, problem, qo, kv_lens, split)?;
     let scratch = RefCell::new(plan.scratch());
     let ragged = Ragged::from_lens(kv_lens)?;
     let table = pool.table(suite, page.max(1), if page == 0 { &[] } else { kv_lens })?;
@@ -377,6 +400,25 @@ fn batch(
     )
 }
 
+/// Pages of what is shared, of what `requests` have of their own, and of both as one request would have them.
+fn prefixed(suite: &Suite, pool: &Pool, requests: usize, [shared, own]: [u32; 2]) -> Result<[PageTable<'static>; 3]> {
+    // One table for all, so that no page is in two of them.
+    let mut lens = vec![shared];
+    lens.extend(vec![own; requests]);
+    let all = pool.table(suite, 16, &lens)?;
+    let part = |rows: &[Vec<usize>]| -> Result<PageTable<'static>> {
+        let (mut indptr, mut ids, mut sums) = (vec![0i32], Vec::new(), Vec::new());
+        for row in rows {
+            row.iter().for_each(|&r| ids.extend_from_slice(all.pages(r)));
+            indptr.push(ids.len() as i32);
+            sums.push(row.iter().map(|&r| lens[r] as i32).sum());
+        }
+        PageTable::with_lens(16, POOL / 16, indptr, ids, &sums)?.to_device(&suite.gpu)
+    };
+    let rows = |f: fn(usize) -> Vec<usize>| (1..=requests).map(f).collect::<Vec<_>>();
+    Ok([part(&[vec![0]])?, part(&rows(|r| vec![r]))?, part(&rows(|r| vec![0, r]))?])
+}
+
 fn cascade(
     suite: &Suite,
     pool: &Pool,
@@ -390,20 +432,7 @@ fn cascade(
     if !suite.wants(&case) {
         return Ok(());
     }
-    // One table for both, so that no page is in two of them.
-    let mut lens = vec![shared];
-    lens.extend(vec![own; requests]);
-    let both = pool.table(suite, PAGE, &lens)?;
-    let part = |requests: std::ops::Range<usize>| -> Result<PageTable<'static>> {
-        let (mut indptr, mut ids) = (vec![0i32], Vec::new());
-        for r in requests.clone() {
-            ids.extend_from_slice(both.pages(r));
-            indptr.push(ids.len() as i32);
-        }
-        let lens: Vec<i32> = lens[requests].iter().map(|&n| n as i32).collect();
-        PageTable::with_lens(PAGE, POOL / PAGE, indptr, ids, &lens)?.to_device(&suite.gpu)
-    };
-    let tables = [part(0..1)?, part(1..requests + 1)?];
+    let tables = prefixed(suite, pool, requests, [shared, own])?;
     let (all, each) = (Ragged::from_lens(&[requests as u32])?, Ragged::ones(requests)?);
     let levels =
         [CascadeLevel { qo: &all, kv_lens: tables[0].lens() }, CascadeLevel { qo: &each, kv_lens: tables[1].lens() }];

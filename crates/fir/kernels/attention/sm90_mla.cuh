@@ -19,10 +19,13 @@
 // P is relative to a maximum that moves only when it grew by more than 8 (in powers of 2), so the 128 registers of output
 // are seldom multiplied.
 //
-// On an H200 (128 heads, pages of 64) a tile takes 1.75 us, some 3100 clocks: 64 x 8192 242 us, 602 TFLOP/s; 225 us with
-// nothing to load. For some 1100 of the clocks the score warpgroup is at its softmax and the tensor cores wait. Tried, and no
-// faster: scores of the next tile before the softmax (a warp is held until its wgmma are taken up, so one runs after the
-// other); half of the second product put off until then (its place in the ring is missed); P in halves; asking L2 early.
+// The tensor cores take what they are asked for by several warpgroups in turn. If values of a tile are asked for as soon as its
+// weights are there, they run beside the next scores, and nothing runs beside the softmax after those. So in long units they
+// wait for the scores, the first half before the second one, whose place is wanted later; the places being free later, tiles are
+// asked for ahead to L2. On an H200 (128 heads, pages of 64) 64 x 8192 takes 223 us so, 655 TFLOP/s; 240 with neither, 247 without L2, 242
+// without the wait. The places of units that have just begun are still filling: 64 x 2048 takes 71 us either way, 16 x 2048 34 and 40.
+// Of the 38 us that 16 x 2048 took, queries in three rounds by way of shared memory were 7 (3 now), 8 tiles 14, writing parts
+// 5 and merging them 7.
 //
 // Values that are not finite: in tiles where a position is shown to one row and hidden from another (or is past the end),
 // they are made 0 once the scores are known. A row that saw them has a score that is not finite, and says so in its sum.
@@ -61,6 +64,8 @@ struct MlaConfig {
   static constexpr int kCluster = kCluster_, kThreads = 512, kDim = 512, kTile = 64;
   /// Column blocks (of 64) of Q's first part that are registers of the score warpgroup; the others are in shared memory.
   static constexpr int kQRegs = 6, kQShared = 9 - kQRegs;
+  /// Positions of a unit from which on the second product waits for the next scores.
+  static constexpr int kMany = 48 * kTile;
   static constexpr int kHalves = 5, kRopes = 3, kP = 2;
   static constexpr int kHalfBytes = 32768, kBlockBytes = 8192;
   static constexpr int kRopeAt = kHalves * kHalfBytes, kQAt = kRopeAt + kRopes * kBlockBytes, kPAt = kQAt + kQShared * kBlockBytes;
@@ -105,6 +110,18 @@ __device__ __forceinline__ void mla_release(u32 barrier) {
     asm volatile("{\n.reg .b32 r;\nmapa.shared::cluster.u32 r, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [r];\n}" ::"r"(barrier),
                  "r"(lane)
                  : "memory");
+  }
+}
+
+/// Fragments of two rows, 8 apart: words 0 and 16 bytes from 32 i on. Offsets are constants, as ptxas would keep an address for each.
+template <int kFrom = 0, int kCount>
+__device__ __forceinline__ void load_fragments(u32 (&q)[kCount][4], const unsigned char* row, const unsigned char* below) {
+  if constexpr (kFrom < kCount) {
+    asm volatile("ld.global.nc.b32 %0, [%1 + %2];" : "=r"(q[kFrom][0]) : "l"(row), "n"(32 * kFrom));
+    asm volatile("ld.global.nc.b32 %0, [%1 + %2];" : "=r"(q[kFrom][1]) : "l"(below), "n"(32 * kFrom));
+    asm volatile("ld.global.nc.b32 %0, [%1 + %2];" : "=r"(q[kFrom][2]) : "l"(row), "n"(32 * kFrom + 16));
+    asm volatile("ld.global.nc.b32 %0, [%1 + %2];" : "=r"(q[kFrom][3]) : "l"(below), "n"(32 * kFrom + 16));
+    load_fragments<kFrom + 1>(q, row, below);
   }
 }
 
@@ -160,9 +177,10 @@ __global__ void __launch_bounds__(256) mla_merge(const __grid_constant__ MlaPara
     float4 x[kAhead];
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
-      const long long at = merge.first + static_cast<long long>(min(i + j, merge.parts - 1)) * merge.stride + own;
-      md[j] = __ldcg(p.out.partial_md + at);
-      x[j] = __ldcg(reinterpret_cast<const float4*>(p.out.partial_o + at * C::kDim) + column);
+      const long long at = merge.first + static_cast<long long>(i + j) * merge.stride + own;
+      const bool there = i + j < merge.parts;
+      md[j] = there ? __ldcg(p.out.partial_md + at) : make_float2(neg_inf(), 0.0f);
+      x[j] = there ? __ldcg(reinterpret_cast<const float4*>(p.out.partial_o + at * C::kDim) + column) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
     float top = m;
 #pragma unroll
@@ -171,7 +189,7 @@ __global__ void __launch_bounds__(256) mla_merge(const __grid_constant__ MlaPara
     m = top, d *= a, o[0] *= a, o[1] *= a, o[2] *= a, o[3] *= a;
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
-      const float b = i + j < merge.parts ? exp2_diff(md[j].x, top) : 0.0f;
+      const float b = exp2_diff(md[j].x, top);
       d += b * md[j].y;
       o[0] += b * x[j].x, o[1] += b * x[j].y, o[2] += b * x[j].z, o[3] += b * x[j].w;
     }
@@ -232,14 +250,22 @@ __global__ void __launch_bounds__(C::kThreads, 1) mla_sm90(const __grid_constant
           unsigned page;
           long long slot;
           p.kv.place(p.kv.entry(pages, min(start + in_tile, end - 1)), start + in_tile, page, slot);
-          const int group = int(slot) >> 3;
+          const int group = int(slot) >> 3, first = int(page);
+          if (end - unit->kv_start > C::kMany && start + 2 * C::kTile < end && lane < boxes) {
+            // Two tiles on, to L2: what is asked for when its place is free is wanted some 1100 clocks later.
+            const int later = start + 2 * C::kTile + in_tile;
+            p.kv.place(p.kv.entry(pages, min(later, end - 1)), later, page, slot);
+            tma_prefetch(&all.ckv, 0, 0, 0, int(slot) >> 3, int(page));
+            tma_prefetch(&all.ckv, 0, 0, 4, int(slot) >> 3, int(page));
+            tma_prefetch(&all.kpe, 0, 0, int(slot) >> 3, int(page));
+          }
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
             barrier_wait(half_empty + 8 * half.at, half.round ^ 1);
             if (lane == 0) barrier_expect(half_full + 8 * half.at, C::kHalfBytes);
             __syncwarp();
             if (lane < boxes) {
-              mla_load<kCluster>(base + half.at * C::kHalfBytes + in_tile * 512, &all.ckv, half_full + 8 * half.at, 0, 0, 4 * h, group, int(page));
+              mla_load<kCluster>(base + half.at * C::kHalfBytes + in_tile * 512, &all.ckv, half_full + 8 * half.at, 0, 0, 4 * h, group, first);
             }
             half.step();
           }
@@ -248,7 +274,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) mla_sm90(const __grid_constant
           __syncwarp();
           if (lane < boxes) {
             mla_load<kCluster>(base + C::kRopeAt + rope.at * C::kBlockBytes + in_tile * 128, &all.kpe, rope_full + 8 * rope.at, 0, 0, group,
-                               int(page));
+                               first);
           }
           rope.step();
         }
@@ -263,43 +289,28 @@ __global__ void __launch_bounds__(C::kThreads, 1) mla_sm90(const __grid_constant
     const float scale = p.sm_scale * p.kv.k_scale * kLog2e;
     const u64 q_tile = wgmma_tile(base + C::kQAt, 0, 1024);
     for (; unit.any(); unit.next()) {
-      // Q by way of shared memory: first the blocks that become fragments, then those that stay. Rows past the last repeat it.
+      // Q: blocks that stay in shared memory by copies, the others straight into fragments, all asked for at once: in rounds by way
+      // of shared memory they were there 7.7 us after the start of 16 x 2048. Rows past the last repeat it.
       u32 q[4 * C::kQRegs][4];
       {
         const int rows = unit->tokens * p.group, q_start = unit->q_start;
-        auto copy = [&](const unsigned char* from, long long token, long long heads, u32 to, int blocks) {
-#pragma unroll 1
-          for (int i = 0; i < 4; ++i) {
-            const int r = i * 16 + (thread >> 3), chunk = thread & 7, own = min(rank * 64 + r, rows - 1);
-            const unsigned char* at = from + (q_start + own / p.group) * token +
-                                      (static_cast<long long>(unit.head) * p.group + own % p.group) * heads + chunk * 16;
-            for (int block = 0; block < blocks; ++block) {
-              cp_async_16(to + block * C::kBlockBytes + r * 128 + ((chunk ^ (r & 7)) << 4), at + block * 128);
-            }
-          }
+        auto place = [&](const unsigned char* from, long long token, long long heads, int r) {
+          const int own = min(rank * 64 + r, rows - 1);
+          return from + (q_start + own / p.group) * token + (static_cast<long long>(unit.head) * p.group + own % p.group) * heads;
         };
-        const u32 q_at = base + C::kQAt;
+        named_sync(1, 128);  // no warp still reads what was there
+#pragma unroll 1
+        for (int i = 0; i < 4; ++i) {
+          const int r = i * 16 + (thread >> 3), chunk = thread & 7;
+          const u32 to = base + C::kQAt + r * 128 + ((chunk ^ (r & 7)) << 4);
+          const unsigned char* at = place(p.q + C::kQRegs * 128, p.q_token, p.q_head, r) + chunk * 16;
 #pragma unroll
-        for (int first = 0; first < C::kQRegs; first += C::kQShared) {
-          constexpr int kMost = C::kQShared;
-          const int count = C::kQRegs - first < kMost ? C::kQRegs - first : kMost;
-          named_sync(1, 128);  // no warp still reads what was there
-          copy(p.q + first * 128, p.q_token, p.q_head, q_at, count);
-          cp_async_commit();
-          cp_async_wait<0>();
-          named_sync(1, 128);
-#pragma unroll
-          for (int i = 0; i < 4 * kMost; ++i) {
-            if (4 * first + i < 4 * C::kQRegs) {
-              ldmatrix_x4(q[4 * first + i < 4 * C::kQRegs ? 4 * first + i : 0],
-                          q_at + i / 4 * C::kBlockBytes + (16 * warp + (lane & 15)) * 128 + (((2 * (i % 4) + (lane >> 4)) ^ (lane & 7)) << 4));
-            }
-          }
+          for (int block = 0; block < C::kQShared - 1; ++block) cp_async_16(to + block * C::kBlockBytes, at + block * 128);
+          cp_async_16(to + (C::kQShared - 1) * C::kBlockBytes, place(all.q_pe, all.q_pe_token, all.q_pe_head, r) + chunk * 16);
         }
-        named_sync(1, 128);
-        copy(p.q + C::kQRegs * 128, p.q_token, p.q_head, q_at, C::kQShared - 1);
-        copy(all.q_pe, all.q_pe_token, all.q_pe_head, q_at + (C::kQShared - 1) * C::kBlockBytes, 1);
         cp_async_commit();
+        const unsigned char *at = place(p.q, p.q_token, p.q_head, row) + (lane & 3) * 4, *below = place(p.q, p.q_token, p.q_head, row + 8) + (lane & 3) * 4;
+        load_fragments(q, at, below);
         cp_async_wait<0>();
         fence_async_proxy();
         named_sync(1, 128);
@@ -307,6 +318,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) mla_sm90(const __grid_constant
 
       float m[2] = {neg_inf(), neg_inf()}, d[2] = {0.0f, 0.0f};
       const int end = unit->kv_end, full_end = unit->full_end;
+      const bool many = end - unit->kv_start > C::kMany;
       float s[32], x[32];
       auto score = [&] {
 #pragma unroll
@@ -392,6 +404,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) mla_sm90(const __grid_constant
           weigh(start - C::kTile);
           score();
           take();
+          if (many) named_arrive(5, 384);
         }
         weigh(start - C::kTile);
       }
@@ -413,6 +426,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) mla_sm90(const __grid_constant
 #pragma unroll
       for (int i = 0; i < 128; ++i) o[i / 64][i % 64] = 0.0f;
       const int end = unit->kv_end, full_end = unit->full_end;
+      const bool many = end - unit->kv_start > C::kMany;
 #pragma unroll 1
       for (int start = unit->kv_start; start < end; start += C::kTile) {
         barrier_wait(p_full + 8 * in.at, in.round);
@@ -444,6 +458,8 @@ __global__ void __launch_bounds__(C::kThreads, 1) mla_sm90(const __grid_constant
         }
         const u64 weights = wgmma_tile(base + C::kPAt + in.at * C::kBlockBytes, 0, 1024);
         const u64 values = wgmma_tile(base + half.at * C::kHalfBytes, 1024, 4096);
+        if (many && start + C::kTile < end) named_sync(5, 384);
+        if (side == 1) named_sync(4, 256);  // the other half's place is wanted back first
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
@@ -451,6 +467,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) mla_sm90(const __grid_constant
           wgmma<kType, 0, 1>(o[1], weights + 2 * k, values + 512 * k + 128, 1);
         }
         wgmma_commit();
+        if (side == 0) named_arrive(4, 256);
         wgmma_wait<0>();
         if (lane == 0) barrier_arrive(p_empty + 8 * in.at);
         mla_release<kCluster>(half_empty + 8 * half.at);

@@ -1,7 +1,7 @@
 //! Short and long query tiles of one call beside each other: how many multiprocessors each kind gets.
 //!
 //! Long tiles are bound by tensor cores, short ones by memory. One after the other they take the sum of their times, beside
-//! each other hardly more than the longer of the two; but a block of `sm90_prefill.cuh` has a multiprocessor for itself, so
+//! each other less, though each slows the other down; but a block of `sm90_prefill.cuh` has a multiprocessor for itself, so
 //! the device is cut in two.
 
 use super::form::{Form, bits};
@@ -19,21 +19,26 @@ pub(crate) struct Load {
     short: f64,
 }
 
-/// Of an H200, head dim 128, in microseconds: what 128 rows against 128 positions take of a multiprocessor, what a unit and a part of one
-/// take beside that, and what many units in a queue, beside short tiles, take more. 63 decodes and a prefill of 2048 took 253,
-/// 212 and 178 with 48, 60 and 72 of 132 multiprocessors for the prefill.
-const TILE: f64 = 2.0;
-const UNIT: f64 = 3.0;
-const PART: f64 = 1.0;
-const QUEUE: f64 = 36.0;
-/// Of short tiles: bytes per microsecond that all multiprocessors together, and that one of them, read; microseconds of a
-/// multiprocessor for a unit, however short, and until the first is there. With these the best of what was measured is chosen
-/// for cascades too (16 requests of 8192 + 128: 36 us with 66 multiprocessors for the shared level, 49 with 113, 44 in turn;
-/// 256 of them: 136 with 66, 163 with 99, 133 in turn; 256 of 32768 + 512: 455, 364 and 376).
+/// Of an H200, head dim 128, in microseconds: until the first long tile of a queue is there, and of units that are few; what 128
+/// rows against 128 positions take of a multiprocessor, what a unit takes beside that, and what each part of cut units adds
+/// to the end. By these a prefill of 2048 takes 218 and 84 on 32 and 96 multiprocessors; 217 and 85 were measured.
+const QUEUE: f64 = 20.0;
+const START: f64 = 12.0;
+const TILE: f64 = 1.2;
+const UNIT: f64 = 2.0;
+const PART: f64 = 1.5;
+/// Of short tiles: bytes per microsecond that all multiprocessors together read, that one of them does beside long tiles, and
+/// alone; microseconds of a multiprocessor for a unit, however short, and until the first is there.
 const MEMORY: f64 = 4.1e6;
-const MEMORY_EACH: f64 = 5.2e4;
+const EACH_BESIDE: f64 = 4.0e4;
+const EACH: f64 = 6.1e4;
 const SHORT_UNIT: f64 = 5.0;
 const FIRST: f64 = 6.0;
+/// How much of their speed long tiles lose while short ones read at the memory's rate; with the square of that rate where it is
+/// less (44 %, 70 % and 88 % were left with 100, 76 and 44 multiprocessors for short tiles).
+const SLOWED: f64 = 0.58;
+/// What a second launch behind the first takes.
+const TURN: f64 = 8.0;
 /// Bytes of short tiles for each multiprocessor up to which it has one block: 16 x 512 takes 20.1 us with one on an H200 and 21.7 with two,
 /// 16 x 2048 (1.02 MB) 48.0 and 48.9.
 const LITTLE: f64 = 1.1e6;
@@ -74,7 +79,7 @@ impl Load {
         self.short <= LITTLE * multiprocessors as f64
     }
 
-    /// Microseconds of the long tiles on `n` multiprocessors: units that are few are cut into up to 16 parts
+    /// Microseconds of the long tiles alone on `n` multiprocessors: units that are few are cut into up to 16 parts
     /// (`plan::schedule::queue_parts`), and come in rounds.
     fn long_on(self, n: f64) -> f64 {
         if self.units >= 4.0 * n {
@@ -82,24 +87,46 @@ impl Load {
         }
         let in_parts = |parts: f64| {
             let rounds = (self.units * parts / n).ceil();
-            rounds * (self.long / self.units / parts + UNIT + if parts > 1.0 { PART } else { 0.0 })
+            rounds * (self.long / self.units / parts + UNIT) + if parts > 1.0 { PART * parts } else { 0.0 }
         };
-        (1..=16).map(|parts| in_parts(f64::from(parts))).fold(f64::INFINITY, f64::min)
+        // As many as come at once, where that is two or more.
+        let once = (n / self.units).floor().min(16.0);
+        if once > 1.0 {
+            return START + in_parts(once);
+        }
+        START + (1..=16).map(|parts| in_parts(f64::from(parts))).fold(f64::INFINITY, f64::min)
     }
 
-    fn short_on(self, n: f64) -> f64 {
-        FIRST + (self.short / MEMORY.min(n * MEMORY_EACH)).max(self.short_units * SHORT_UNIT / n)
+    /// Microseconds of the short ones on `n` that read so many bytes in one each.
+    fn short_on(self, n: f64, each: f64) -> f64 {
+        FIRST + (self.short / MEMORY.min(n * each)).max(self.short_units * SHORT_UNIT / n)
+    }
+
+    /// Microseconds of both beside each other: each is slower as long as the other one runs.
+    fn beside(self, long: f64, short: f64) -> f64 {
+        let speed = 1.0 - SLOWED * (short * EACH_BESIDE / MEMORY).min(1.0).powi(2);
+        let (alone, shorts) = (self.long_on(long), self.short_on(short, EACH_BESIDE));
+        if alone > speed * shorts {
+            return shorts + alone - speed * shorts;
+        }
+        let longs = alone / speed;
+        longs + (1.0 - longs / shorts) * self.short_on(short, EACH)
     }
 
     /// How many of `all` multiprocessors long tiles should have beside short ones; none where it is better that each kind has all
     /// of them in turn.
+    ///
+    /// Microseconds that were measured for 63 decodes of 2048 and a prefill of 2048: in turn 207, with 48, 56, 64, 72 and 88 for the
+    /// prefill 215, 188, 192, 199 and 244 (by the model 204; 214, 189, 186, 195, 237); for 127 of 1024 and a prefill of 4096: 348; 557, 475, 419, 382
+    /// and 321 (333; 549, 476, 420, 375, 308); 31 of 2048 and 1024: 110; 96, 94, 99, 103, 127 (104; 92, 89, 91, 94, 116).
     pub(super) fn share(self, all: usize) -> Option<usize> {
         if self.kinds() != [true; 2] {
             return None;
         }
-        let beside = |n: usize| self.long_on(n as f64).max(self.short_on((all - n) as f64));
+        let beside = |n: usize| self.beside(n as f64, (all - n) as f64);
         let (time, best) = (2..all).step_by(2).map(|n| (beside(n), n)).min_by(|a, b| a.0.total_cmp(&b.0))?;
-        (time < self.long_on(all as f64) + self.short_on(all as f64)).then_some(best)
+        let all = all as f64;
+        (time < self.long_on(all) + self.short_on(all, EACH) + TURN).then_some(best)
     }
 }
 
@@ -164,8 +191,15 @@ mod tests {
             [load(0.0, 0.0, 8.0, 9.0), load(8.0, 9.0, 0.0, 0.0), load(0.0, 0.0, 0.0, 0.0)].map(|l| l.share(132)),
             [None; 3]
         );
-        // 63 decodes and a prefill of 2048 tokens: 72 is the best that was measured.
-        assert_eq!(load(512.0, 8.5, 504.0, 2048.0).share(132), Some(72));
+        // 63 decodes of 2048 and a prefill of 2048 tokens, 127 of 1024 and 4096, 31 of 2048 and 1024: 56, 88 and 56 are the best that were
+        // measured.
+        for (case, best) in [
+            (load(512.0, 8.5, 504.0, 2048.0), 52..=64),
+            (load(1024.0, 16.5, 1016.0, 1024.0), 82..=94),
+            (load(256.0, 4.5, 248.0, 2048.0), 48..=60),
+        ] {
+            assert!(case.share(132).is_some_and(|n| best.contains(&n)), "{case:?}: {:?}", case.share(132));
+        }
         // Cascades of 16, 64 and 256 requests with a prefix of 8192 and 128 tokens of their own, and of 256 with 32768 and 512.
         let n = load(8.0, 64.0, 128.0, 128.0).share(132);
         assert!(n.is_some_and(|n| (64..90).contains(&n)), "{n:?}");
@@ -173,7 +207,7 @@ mod tests {
         assert!(n.is_some_and(|n| (64..100).contains(&n)), "{n:?}");
         assert_eq!(load(64.0, 64.0, 2048.0, 128.0).share(132), None);
         let n = load(64.0, 256.0, 2048.0, 512.0).share(132);
-        assert!(n.is_some_and(|n| (96..104).contains(&n)), "{n:?}");
+        assert!(n.is_some_and(|n| (80..104).contains(&n)), "{n:?}");
         // Next to nothing of one kind gets next to nothing.
         assert!(load(4096.0, 100.0, 8.0, 200.0).share(132).is_none_or(|n| n > 120));
         assert!(load(1.0, 1.0, 512.0, 2048.0).share(132).is_none_or(|n| n < 20));
