@@ -124,3 +124,93 @@ def test_what_cannot_be_captured_says_so(device):
     with pytest.raises(NotImplementedError, match="RaggedKVCacheWrapper cannot be captured"):
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
             wrapper.run(q, kv, kv)
+
+
+class Latent:
+    """A wrapper of latent attention of three requests with buffers, and its plan for any lengths."""
+
+    def __init__(self, heads, rows, causal):
+        self.heads, self.rows, self.causal = heads, rows, causal
+        self.cache = torch.randn(POOL, PAGE, 576).to(BF16)
+        buffers = [torch.zeros(n, dtype=I32) for n in (4, 4, POOL, 3)]
+        self.wrapper = fi.BatchMLAPagedAttentionWrapper(torch.empty(1, dtype=torch.uint8), True, *buffers)
+        self.q = torch.randn(3 * rows, heads, 576).to(BF16)
+        self.out, self.lse = torch.empty(3 * rows, heads, 512, dtype=BF16), torch.empty(3 * rows, heads)
+
+    def plan(self, lens):
+        pages = [-(-n // PAGE) for n in lens]
+        self.lens, self.ids = lens, torch.randperm(POOL, device="cpu")[: sum(pages)].to(I32)
+        host = lambda values: torch.tensor(values, dtype=I32, device="cpu")
+        self.indptr = [0, pages[0], sum(pages[:2]), sum(pages)]
+        self.wrapper.plan(host([i * self.rows for i in range(4)]), host(self.indptr), self.ids.to(self.q.device), host(lens),
+                          self.heads, 512, 64, PAGE, self.causal, 0.1, BF16, BF16)
+
+    def run(self):
+        self.wrapper.run(self.q[..., :512], self.q[..., 512:], self.cache[..., :512], self.cache[..., 512:], out=self.out,
+                         lse=self.lse, return_lse=True)
+
+    def check(self):
+        for r, n in enumerate(self.lens):
+            ids = self.ids[self.indptr[r] : self.indptr[r + 1]].long().to(self.q.device)
+            k = self.cache[ids].reshape(-1, 1, 576)[:n]
+            rows = slice(r * self.rows, (r + 1) * self.rows)
+            want, lse = attention(self.q[rows], k, k[..., :512], 0.1, visible(self.rows, n, self.causal))
+            torch.testing.assert_close(self.out[rows].float(), want, atol=4e-2, rtol=4e-2)
+            torch.testing.assert_close(self.lse[rows], lse, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("heads,rows,causal", [(128, 1, False), (16, 1, False), (16, 1, True), (128, 2, True), (16, 5, True), (3, 1, False)])
+@pytest.mark.parametrize("side", [False, True])
+def test_captured_latent_attention_follows_the_plan(device, heads, rows, causal, side):
+    step = Latent(heads, rows, causal)
+    # Nothing is cut at first, and nothing merged: later it is.
+    step.plan([5, 5, 5])
+    replay = recorded(device, step.run)
+    stream = torch.cuda.Stream() if side and device == "cuda" else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for lens in ([5, 5, 5], [16, 17, 512], [700, 64, 5], [200, 201, 202], [6, 6, 6]):
+            step.q.copy_(torch.randn_like(step.q))
+            step.out.fill_(float("nan")), step.lse.fill_(float("nan"))
+            if stream is not None:
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    step.plan(lens)
+                    replay()
+                torch.cuda.current_stream().wait_stream(stream)
+            else:
+                step.plan(lens)
+                replay()
+            step.check()
+
+
+def test_latent_plans_of_engines_stay_in_graphs(device):
+    """SGLang plans by ``_cached_module.plan`` with lengths that it has on the host, and ignores what it returns."""
+    step = Latent(16, 1, False)
+    step.plan([5, 5, 5])
+    replay, wrapper = recorded(device, step.run), step.wrapper
+    for lens in ([300, 17, 64], [40, 500, 2]):
+        pages = [-(-n // PAGE) for n in lens]
+        step.lens, step.indptr = lens, [0, pages[0], sum(pages[:2]), sum(pages)]
+        step.ids = torch.randperm(POOL, device="cpu")[: sum(pages)].to(I32)
+        wrapper._kv_indices_buf[: len(step.ids)].copy_(step.ids)
+        host = lambda values: torch.tensor(values, dtype=I32, device="cpu")
+        wrapper._kv_indptr_buf.copy_(host(step.indptr)), wrapper._kv_len_arr_buf.copy_(host(lens))
+        wrapper._cached_module.plan(wrapper._float_workspace_buffer, wrapper._int_workspace_buffer, wrapper._pin_memory_int_workspace_buffer,
+                                    host([0, 1, 2, 3]), host(step.indptr), host(lens), 16, 512, False)
+        step.out.fill_(float("nan")), step.lse.fill_(float("nan"))
+        replay()
+        step.check()
+
+
+def test_latent_buffers_are_checked():
+    buffers = [torch.zeros(n, dtype=I32) for n in (4, 4, 8, 3)]
+    for missing in range(4):
+        given = [None if i == missing else b for i, b in enumerate(buffers)]
+        with pytest.raises(ValueError, match="should be a torch.Tensor"):
+            fi.BatchMLAPagedAttentionWrapper(torch.empty(1), True, *given)
+    wrapper = fi.BatchMLAPagedAttentionWrapper(torch.empty(1), True, *buffers)
+    rest = (4, 512, 64, PAGE, False, 0.1, BF16, BF16)
+    for sizes, match in (((4, 4, 9, 3), "kv_indices is 9"), ((3, 3, 4, 2), "qo_indptr is 3"), ((4, 4, 4, 2), "kv_len_arr is 2")):
+        with pytest.raises(ValueError, match=match):
+            wrapper.plan(*(torch.zeros(n, dtype=I32) for n in sizes), *rest)

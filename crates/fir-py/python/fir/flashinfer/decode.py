@@ -220,9 +220,8 @@ class BatchDecodeMlaWithPagedKVCacheWrapper:
         indptr, indices, last, heads, dim, page_size = self._args
         if self._plan is None:
             shape = (heads, dim, q_pe.shape[-1], self._q_data_type, self._data_type, q_nope.dtype)
-            self._plan = _fir.MlaPlan(
-                shape, self._float_workspace_buffer, 1, page_size, indptr, indices, last, last_page=True
-            )
+            self._plan = _fir.MlaPlan(shape, self._float_workspace_buffer, requests=len(last))
+            self._plan.plan(self._float_workspace_buffer, 1, page_size, indptr, indices, last, last_page=True)
         if v_scale is not None and k_scale is not None and number(v_scale) != number(k_scale):
             refuse("v_scale", v_scale, "k_scale, as keys and values are the same numbers")
         out = torch.empty_like(q_nope) if out is None else out

@@ -9,14 +9,17 @@ import torch
 
 from .. import _fir
 from . import _native
-from ._core import F32, check_backend, host, number, refuse, refuse_capture
+from ._core import F32, check_backend, host, is_captured, number, refuse
 from .prefill import table_of
 
 __all__ = ["BatchMLAPagedAttentionWrapper", "trtllm_batch_decode_with_kv_cache_mla", "xqa_batch_decode_with_kv_cache_mla"]
 
 
 class BatchMLAPagedAttentionWrapper:
-    """Latent attention: ``plan()`` once per step, ``run()`` once per layer. The workspace only tells the device."""
+    """Latent attention: ``plan()`` once per step, ``run()`` once per layer. The workspace only tells the device.
+
+    With ``use_cuda_graph`` a run that was captured reads the buffers and the plan of the last ``plan()``; replay it on the
+    stream that ``plan()`` was called on. A ``plan()`` that needs other launches than were captured warns."""
 
     def __init__(
         self, float_workspace_buffer: torch.Tensor, use_cuda_graph: bool = False,
@@ -28,7 +31,12 @@ class BatchMLAPagedAttentionWrapper:
         self._qo_indptr_buf, self._kv_indptr_buf = qo_indptr, kv_indptr
         self._kv_indices_buf, self._kv_len_arr_buf = kv_indices, kv_len_arr
         self._int_workspace_buffer = self._pin_memory_int_workspace_buffer = None
-        self.device, self._plan = float_workspace_buffer.device, None
+        self.device, self._plan, self._planned_for = float_workspace_buffer.device, None, None
+        if use_cuda_graph:
+            for name, buffer in (("qo_indptr", qo_indptr), ("kv_indptr", kv_indptr), ("kv_indices", kv_indices),
+                                 ("kv_len_arr", kv_len_arr)):
+                if not torch.is_tensor(buffer):
+                    raise ValueError(f"{name} should be a torch.Tensor in CUDA graph mode")
         self._number, self._cached_module = _native.register(self), _Module(self)
 
     @property
@@ -43,9 +51,16 @@ class BatchMLAPagedAttentionWrapper:
     ) -> None:
         """Plans a batch; lengths are in tokens. ``use_profiler`` is ignored."""
         if self._use_cuda_graph:
-            for buffer, given in ((self._qo_indptr_buf, qo_indptr), (self._kv_indptr_buf, kv_indptr),
-                                  (self._kv_len_arr_buf, kv_len_arr)):
+            for name, buffer, given in (("qo_indptr", self._qo_indptr_buf, qo_indptr),
+                                        ("kv_indptr", self._kv_indptr_buf, kv_indptr),
+                                        ("kv_len_arr", self._kv_len_arr_buf, kv_len_arr)):
+                if len(given) != len(buffer):
+                    raise ValueError(f"The size of {name} is {len(given)}, expected {len(buffer)}, that of the buffer: the "
+                                     "batch size is fixed in CUDA graph mode")
                 buffer.copy_(given)
+            if len(kv_indices) > len(self._kv_indices_buf):
+                raise ValueError(f"The size of kv_indices is {len(kv_indices)}, expected at most that of the allocated "
+                                 f"buffer, {len(self._kv_indices_buf)}")
             self._kv_indices_buf[: len(kv_indices)].copy_(kv_indices)
         else:
             self._qo_indptr_buf, self._kv_indptr_buf = qo_indptr, kv_indptr
@@ -56,10 +71,15 @@ class BatchMLAPagedAttentionWrapper:
         self._fill(host(qo_indptr), host(kv_indptr), host(kv_len_arr))
 
     def _fill(self, qo_indptr, kv_indptr, kv_lens) -> None:
-        self._plan = _fir.MlaPlan(
-            self._shape, self._float_workspace_buffer, qo_indptr, self._page_size, kv_indptr, self._kv_indices_buf,
-            kv_lens, causal=self._causal,
-        )
+        planned_for = (self._shape, self._causal, self._float_workspace_buffer.device)
+        if self._planned_for != planned_for:
+            self._plan = _fir.MlaPlan(
+                self._shape, self._float_workspace_buffer, requests=len(kv_lens), causal=self._causal)
+            self._planned_for = planned_for
+        offsets = self._kv_indptr_buf if self._use_cuda_graph and self._kv_indptr_buf.is_cuda else None
+        self._plan.plan(
+            self._float_workspace_buffer, qo_indptr, self._page_size, kv_indptr, self._kv_indices_buf, kv_lens,
+            offsets=offsets)
 
     def run(
         self, q_nope: torch.Tensor, q_pe: torch.Tensor, ckv_cache: torch.Tensor, kpe_cache: torch.Tensor,
@@ -74,8 +94,6 @@ class BatchMLAPagedAttentionWrapper:
         ``kv_len`` and ``page_table`` belong to a Blackwell kernel; ``profiler_buffer`` is ignored."""
         if self._plan is None:
             raise RuntimeError("plan() must be called before run()")
-        if self._use_cuda_graph:
-            refuse_capture(q_nope, type(self).__name__)
         if return_lse_base_on_e:
             refuse("return_lse_base_on_e", True, "False: multiply by ln 2")
         if ckv_scale_arr is not None:
@@ -91,7 +109,8 @@ class BatchMLAPagedAttentionWrapper:
         return (out, lse) if return_lse else out
 
     def _launch(self, q_nope, q_pe, ckv, kpe, out, lse, ckv_scale, kpe_scale) -> None:
-        self._plan.run(q_nope, q_pe, ckv, kpe, self._sm_scale, out, lse, ckv_scale, kpe_scale)
+        captured = self._use_cuda_graph and is_captured(q_nope)
+        self._plan.run(q_nope, q_pe, ckv, kpe, self._sm_scale, out, lse, ckv_scale, kpe_scale, captured)
 
 
 _run = _native.operator(
@@ -130,7 +149,8 @@ def xqa_batch_decode_with_kv_cache_mla(
     indptr, indices, lens = table_of(block_tables, seq_lens, cache.shape[1])
     out_dtype = out.dtype if out is not None else (query.dtype if query.dtype.itemsize > 1 else torch.bfloat16)
     shape = (heads, kv_lora_rank, qk_rope_head_dim, query.dtype, cache.dtype, out_dtype)
-    plan = _fir.MlaPlan(shape, flat, q_len, cache.shape[1], indptr, indices, lens, causal=q_len > 1)
+    plan = _fir.MlaPlan(shape, flat, requests=batch, causal=q_len > 1)
+    plan.plan(flat, q_len, cache.shape[1], indptr, indices, lens)
     result = torch.empty((batch, q_len, heads, kv_lora_rank), dtype=out_dtype, device=query.device) if out is None else out
     plan.run(
         flat[..., :kv_lora_rank], flat[..., kv_lora_rank:], cache[..., :kv_lora_rank], cache[..., kv_lora_rank:],
