@@ -353,14 +353,20 @@ impl BatchPlan {
         check_recorded(py, recorded, plan.recorded(scratch))
     }
 
-    /// Plans a batch whose keys and values lie one request after another.
-    fn plan_ragged(&self, qo: &Bound<'_, PyAny>, kv_indptr: Arg) -> PyResult<()> {
+    /// Plans a batch whose keys and values lie one request after another. `graphs`: a tensor on the plan's device, for runs
+    /// that are captured in CUDA graphs, which then do the batch of the last call when they are replayed on the stream that
+    /// was current in that call.
+    #[pyo3(signature = (qo, kv_indptr, *, graphs=None))]
+    fn plan_ragged(&self, py: Python<'_>, qo: &Bound<'_, PyAny>, kv_indptr: Arg, graphs: Option<Arg>) -> PyResult<()> {
         let kv = ragged(&kv_indptr, "kv_indptr")?;
         let qo = queries(qo, kv.batch())?;
+        let now = graphs.as_ref().map(|like| exec_of(py, like)).transpose()?;
         let mut batch = locked(&self.batch);
-        batch.plan.refill(&qo, kv.lens()).map_err(to_py)?;
-        batch.at = Where::Ragged(kv);
-        Ok(())
+        let Batch { plan, at, scratch, recorded } = &mut *batch;
+        in_turn(&self.own, now.as_ref().unwrap_or(&self.own), now.is_some(), || plan.refill(&qo, kv.lens()))
+            .map_err(to_py)?;
+        *at = Where::Ragged(kv);
+        check_recorded(py, recorded, plan.recorded(scratch))
     }
 
     /// Runs one layer. `v` is None when keys and values are in one tensor `[pages, 2, ...]`; `captured`: that this call is being

@@ -69,15 +69,30 @@ struct ModulateRow {
     return static_cast<E*>(from) + row_offset(r, p.rows, p.inner, outer, stride);
   }
 
-  __device__ __forceinline__ void modulation(const Modulation& m, u32 column, float (&y)[kL]) const {
+  __device__ __forceinline__ Chunk load_rows(const Modulation& m, u32 column) const {
+    if (!m.rows) return Chunk{};
+    return load_chunk<kVector>(at<const T>(m.rows, m.outer, m.stride), column, p.hidden);
+  }
+
+  __device__ __forceinline__ void modulation(const Modulation& m, const Chunk& rows, u32 column, float (&y)[kL]) const {
+    widen<T>(rows, y);
+    float c[kL] = {};
+    if (m.columns) {
+      if constexpr (kVector) {
 #pragma unroll
-    for (int i = 0; i < kL; ++i) y[i] = 0.f;
-    if (m.rows) widen<T>(load_chunk<kVector>(at<const T>(m.rows, m.outer, m.stride), column, p.hidden), y);
+        for (int i = 0; i < kL; i += 4) widen4(load(m.columns + column + i), c + i);
+      } else {
 #pragma unroll
-    for (int i = 0; i < kL; ++i) {
-      const float c = m.columns && column + i < p.hidden ? m.columns[column + i] : 0.f;
-      y[i] = m.plus + (y[i] + c);
+        for (int i = 0; i < kL; ++i) c[i] = column + i < p.hidden ? m.columns[column + i] : 0.f;
+      }
     }
+#pragma unroll
+    for (int i = 0; i < kL; ++i) y[i] = m.plus + (y[i] + c[i]);
+  }
+
+  static __device__ __forceinline__ void widen4(const Chunk& c, float* out) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) out[i] = float_of(c.word[i]);
   }
 
   // What is normed, unrounded; zeros past the row's end.
@@ -85,7 +100,7 @@ struct ModulateRow {
     float g[kL], other[kL] = {};
     widen<T>(load_chunk<kVector>(x, column, p.hidden), s);
     if (residual) widen<T>(load_chunk<kVector>(residual, column, p.hidden), other);
-    modulation(p.gate, column, g);
+    modulation(p.gate, load_rows(p.gate, column), column, g);
 #pragma unroll
     for (int i = 0; i < kL; ++i) s[i] = column + i < p.hidden ? fmaf(s[i], g[i] * x_scale, other[i]) : 0.f;
   }
@@ -102,11 +117,12 @@ struct ModulateRow {
     return sum;
   }
 
-  __device__ __forceinline__ void write(const float (&s)[kL], u32 column, float mean, float scale) const {
+  __device__ __forceinline__ void write(const float (&s)[kL], const Chunk& scales, const Chunk& shifts, u32 column, float mean,
+                                        float scale) const {
     float a[kL], b[kL];
     store_elements<kVector>(sum, column, p.hidden, s);
-    modulation(p.scale, column, a);
-    modulation(p.shift, column, b);
+    modulation(p.scale, scales, column, a);
+    modulation(p.shift, shifts, column, b);
 #pragma unroll
     for (int i = 0; i < kL; ++i) a[i] = fmaf((s[i] - mean) * scale, a[i], b[i]);
     store_elements<kVector>(out, column, p.hidden, a);
@@ -128,7 +144,16 @@ __global__ void __launch_bounds__(kVecs == 0 || kVecs == 4 ? 512 : 256) modulate
     const bool active = r < p.rows;
     const Row row(p, active ? u32(r) : p.rows - 1);
     float s[kKept][kL], sum = 0.f;
+    Chunk scales[kKept] = {}, shifts[kKept] = {};
     if constexpr (kVecs > 0) {
+      // On their way while the sums are taken.
+#pragma unroll
+      for (int v = 0; v < kVecs; ++v) {
+        if (begin + v * step < p.hidden) {
+          scales[v] = row.load_rows(p.scale, begin + v * step);
+          shifts[v] = row.load_rows(p.shift, begin + v * step);
+        }
+      }
 #pragma unroll
       for (int v = 0; v < kVecs; ++v) {
         if (begin + v * step < p.hidden) {
@@ -161,12 +186,12 @@ __global__ void __launch_bounds__(kVecs == 0 || kVecs == 4 ? 512 : 256) modulate
     if constexpr (kVecs > 0) {
 #pragma unroll
       for (int v = 0; v < kVecs; ++v) {
-        if (begin + v * step < p.hidden) row.write(s[v], begin + v * step, mean, scale);
+        if (begin + v * step < p.hidden) row.write(s[v], scales[v], shifts[v], begin + v * step, mean, scale);
       }
     } else {
       for (u32 at = begin; at < p.hidden; at += step) {
         row.load_sum(at, s[0]);
-        row.write(s[0], at, mean, scale);
+        row.write(s[0], row.load_rows(p.scale, at), row.load_rows(p.shift, at), at, mean, scale);
       }
     }
   }

@@ -638,6 +638,7 @@ def _(x, lora_a_weights, lora_b_weights, sorted_token_ids, expert_ids, lora_indi
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
 def test_adapters_by_address(device, dtype, per_pair, finalize, wide):
     m, args = fi.fused_moe, LORA(dtype)
+    args["topk_weights"] = torch.rand(10) + wide.itemsize
     a, b, tokens, experts, loras, weights = (args[n] for n in ("lora_a_weights", "lora_b_weights", "sorted_token_ids", "expert_ids", "lora_indices", "topk_weights"))
     tokens, experts, loras = tokens.to(wide), experts.to(wide), loras.to(wide)
     x = torch.randn(10 if per_pair else 5, 32).to(dtype)
@@ -654,6 +655,11 @@ def test_adapters_by_address(device, dtype, per_pair, finalize, wide):
     for p, t, e, l in pairs_of(tokens, experts, loras):
         want[0, p] += a[0][l, e].float() @ x[p if per_pair else t].float()
     torch.testing.assert_close(y.float(), want, atol=3e-2, rtol=3e-2)
+    m.bgmv_moe_shrink(y, x, torch.cat((w_ptr, w_ptr))[:1] * 0 + a[0].data_ptr() + torch.arange(3) * a[0].stride(1) * a[0].element_size(), tokens, experts, loras, a[0].stride(0), per_pair_input=per_pair)
+    torch.testing.assert_close(y.float(), 2 * want - 1, atol=6e-2, rtol=6e-2)
+    if wide == I32:
+        # Of a larger tensor: adapters are further apart.
+        b = [torch.cat((t, t), 1)[:, :3] for t in b]
     tables = torch.zeros(2, 3, dtype=I64)
     for s in (0, 1):
         stride = m.fill_w_ptr(tables, b[s], 3, s)

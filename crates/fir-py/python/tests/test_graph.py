@@ -116,14 +116,84 @@ def test_what_cannot_be_captured_says_so(device):
     if device == "cpu":
         pytest.skip("nothing is captured")
     indptr = torch.tensor([0, 3], dtype=I32)
-    wrapper = fi.BatchPrefillWithRaggedKVCacheWrapper(
-        torch.empty(1, dtype=torch.uint8), "NHD", True, indptr.clone(), indptr.clone())
-    wrapper.plan(indptr, indptr, HEADS, KV_HEADS, DIM, q_data_type=BF16, kv_data_type=BF16)
-    q, kv = torch.randn(3, HEADS, DIM).to(BF16), torch.randn(3, KV_HEADS, DIM).to(BF16)
-    wrapper.run(q, kv, kv)
-    with pytest.raises(NotImplementedError, match="RaggedKVCacheWrapper cannot be captured"):
+    one = torch.tensor([1], dtype=I32)
+    wrapper = fi.MultiLevelCascadeAttentionWrapper(1, torch.empty(1, dtype=torch.uint8), "NHD", True)
+    wrapper.plan([indptr], [one * 0 + torch.tensor([0, 1], dtype=I32)], [one * 0], [one * 9], HEADS, KV_HEADS, DIM, PAGE, q_data_type=BF16)
+    q, cache = torch.randn(3, HEADS, DIM).to(BF16), torch.randn(1, 2, PAGE, KV_HEADS, DIM).to(BF16)
+    wrapper.run(q, cache)
+    with pytest.raises(NotImplementedError, match="CascadeAttentionWrapper cannot be captured"):
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            wrapper.run(q, kv, kv)
+            wrapper.run(q, cache)
+
+
+def sums(lens):
+    return torch.tensor([0, *torch.tensor(lens).cumsum(0).tolist()], dtype=I32, device="cpu")
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_captured_ragged_run_follows_the_plan(device, masked):
+    buffers = [torch.zeros(4, dtype=I32), torch.zeros(4, dtype=I32), torch.zeros(4000, dtype=torch.uint8), torch.zeros(4, dtype=I32)]
+    wrapper = fi.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(1, dtype=torch.uint8), "NHD", True, *buffers)
+    q, k, v = torch.randn(60, HEADS, DIM).to(BF16), torch.randn(600, KV_HEADS, DIM).to(BF16), torch.randn(600, KV_HEADS, DIM).to(BF16)
+    out, masks = torch.empty_like(q), []
+
+    def plan(qo, kv):
+        masks[:] = [torch.rand(a, b) < 0.6 for a, b in zip(qo, kv)]
+        flat = torch.cat([m.flatten() for m in masks]) if masked else None
+        wrapper.plan(sums(qo), sums(kv), HEADS, KV_HEADS, DIM, custom_mask=flat, causal=True, q_data_type=BF16, kv_data_type=BF16)
+
+    # Of all rows that are captured; later batches have as many or fewer.
+    plan([20, 20, 20], [200, 200, 200])
+    replay = recorded(device, lambda: wrapper.run(q, k, v, out=out))
+    for qo, kv in (([20, 20, 20], [200, 200, 200]), ([20, 30, 10], [20, 300, 64]), ([17, 18, 19], [400, 18, 100])):
+        if device == "cpu" and (sum(qo), sum(kv)) != (60, 600):
+            continue  # What runs one by one has the rows of its tensors.
+        q.copy_(torch.randn_like(q)), out.fill_(float("nan"))
+        plan(qo, kv)
+        replay()
+        ends, starts = sums(qo).tolist(), sums(kv).tolist()
+        for r in range(3):
+            rows, at = slice(ends[r], ends[r + 1]), slice(starts[r], starts[r + 1])
+            seen = masks[r] if masked else visible(qo[r], kv[r], True)
+            torch.testing.assert_close(out[rows].float(), attention(q[rows], k[at], v[at], mask=seen)[0], atol=2e-2, rtol=2e-2)
+    with pytest.raises(ValueError, match="batch size is fixed"):
+        wrapper.plan(sums([1]), sums([1]), HEADS, KV_HEADS, DIM)
+    if device == "cuda":
+        with pytest.raises(ValueError, match="as were captured"):
+            plan([20, 21, 20], [200, 200, 200])
+
+
+def test_captured_masks_are_those_of_the_plan(device):
+    """A mask of a paged batch lies in the buffers of the constructor, which captured runs read."""
+    buffers = [torch.zeros(n, dtype=I32) for n in (3, 3, POOL, 2)]
+    bits = [torch.zeros(2000, dtype=torch.uint8), torch.zeros(3, dtype=I32)]
+    wrapper = fi.BatchPrefillWithPagedKVCacheWrapper(torch.empty(1, dtype=torch.uint8), "NHD", True, *buffers, *bits)
+    cache, q = torch.randn(POOL, 2, PAGE, KV_HEADS, DIM).to(BF16), torch.randn(8, HEADS, DIM).to(BF16)
+    out, now = torch.empty_like(q), {}
+
+    def plan(lens):
+        pages = [-(-n // PAGE) for n in lens]
+        now.update(lens=lens, ids=torch.randperm(POOL, device="cpu")[: sum(pages)].to(I32), masks=[torch.rand(4, n) < 0.6 for n in lens], indptr=sums(pages))
+        last = torch.tensor([(n - 1) % PAGE + 1 for n in lens], dtype=I32, device="cpu")
+        wrapper.plan(sums([4, 4]), now["indptr"], now["ids"].to(q.device), last, HEADS, KV_HEADS, DIM, PAGE, custom_mask=torch.cat([m.flatten() for m in now["masks"]]),
+                     q_data_type=BF16, kv_data_type=BF16)
+
+    plan([30, 5])
+    replay = recorded(device, lambda: wrapper.run(q, cache, out=out))
+    for lens in ([30, 5], [100, 200], [7, 300]):
+        q.copy_(torch.randn_like(q)), out.fill_(float("nan"))
+        plan(lens)
+        replay()
+        ends = now["indptr"].tolist()
+        for r, n in enumerate(lens):
+            ids = now["ids"][ends[r] : ends[r + 1]].long().to(q.device)
+            k, v = (cache[ids, i].reshape(-1, KV_HEADS, DIM)[:n] for i in (0, 1))
+            rows = slice(4 * r, 4 * r + 4)
+            torch.testing.assert_close(out[rows].float(), attention(q[rows], k, v, mask=now["masks"][r])[0], atol=2e-2, rtol=2e-2)
+    for given, match in ((bits[:1], "mask_indptr_buf should"), ((), "custom_mask_buf should"), ((torch.zeros(3, dtype=torch.uint8), bits[1]), "expected at most 3")):
+        wrapper = fi.BatchPrefillWithPagedKVCacheWrapper(torch.empty(1, dtype=torch.uint8), "NHD", True, *buffers, *given)
+        with pytest.raises(ValueError, match=match):
+            plan([30, 5])
 
 
 class Latent:

@@ -63,7 +63,7 @@ class Watch:
         for name, function in functions():
             self.codes.setdefault(function.__code__, name)
             for parameter in list(inspect.signature(function).parameters.values()):
-                if parameter.name == "self" or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                if parameter.name in ("self", "cls") or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                     continue
                 default = parameter.default
                 argument = f"{self.codes[function.__code__]}.{parameter.name}"

@@ -99,6 +99,7 @@ pub(crate) fn modulate<'a>(gpu: &'a Gpu, op: &'static str, m: ModulatedArgs<'a>)
     let chunk = 16 / dtype.size();
     let (width, chunks) = threads(x.row.div_ceil(chunk));
     let aligned = tensors.iter().all(|(rows, at)| rows.is_none_or(|r| r.is_vector(*at, 0, x.row, chunk)));
+    let aligned = aligned && params.iter().all(|p| p.columns.0.is_multiple_of(16));
     let fits = x.row <= (width * chunks) as usize * chunk;
     let kernel = gpu.kernel(source(dtype, if aligned && fits { chunks } else { 0 }))?;
     let ([x_outer, x_stride], [residual_outer, residual_stride]) = (strides(Some(x)), strides(residual));

@@ -9,7 +9,9 @@ from typing import Optional, Union
 import torch
 
 from .. import _fir
-from ._core import F32, Attention, check_backend, check_layout, dtype_of, host, number, refuse, split_of, stored, unpack_kv
+from ._core import (
+    F32, Attention, check_backend, check_layout, dtype_of, host, number, refuse, refuse_capture, split_of, stored, unpack_kv,
+)
 from ._wrapper import Paged, block_scales, planned_types
 from .prefill import single_prefill_with_kv_cache_with_jit_module, single_request, table_of
 
@@ -217,6 +219,8 @@ class BatchDecodeMlaWithPagedKVCacheWrapper:
         enable_pdl: bool = False,
     ):
         """One layer: ``q_nope``: ``[batch, heads, head_dim_ckv]``, ``q_pe``: ``[batch, heads, head_dim_kpe]``."""
+        if self._use_cuda_graph:
+            refuse_capture(q_nope, type(self).__name__)
         indptr, indices, last, heads, dim, page_size = self._args
         if self._plan is None:
             shape = (heads, dim, q_pe.shape[-1], self._q_data_type, self._data_type, q_nope.dtype)

@@ -128,6 +128,9 @@ class _Module:
         """Plans the batch whose page ids are in the wrapper's buffer; the rest stays as ``plan()`` was told."""
         wrapper = self._wrapper()
         wrapper._shape, wrapper._causal = (num_heads, head_dim_o, *wrapper._shape[2:]), causal
+        if wrapper._use_cuda_graph:
+            # Engines leave the buffer of offsets as it was; captured runs read it.
+            wrapper._kv_indptr_buf.copy_(kv_indptr)
         wrapper._fill(qo_indptr, kv_indptr, kv_lens)
         return [len(kv_lens)]
 

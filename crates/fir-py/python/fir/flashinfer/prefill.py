@@ -11,8 +11,8 @@ import torch
 from .. import _fir
 from . import _native
 from ._core import (
-    F32, Attention, check_backend, check_layout, check_pos_encoding, dtype_of, host, host_i32, number, packed_mask, refuse,
-    split_of, stored, unpack_kv,
+    F32, Attention, check_backend, check_layout, check_pos_encoding, dtype_of, host, host_i32, is_captured, number, packed_mask,
+    refuse, split_of, stored, unpack_kv,
 )
 from ._wrapper import Paged, Wrapper, block_scales, items_of
 from .utils import MaskMode
@@ -185,7 +185,12 @@ class BatchPrefillWithPagedKVCacheWrapper(Paged):
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
-    """Prefill over keys and values that lie one request after another."""
+    """Prefill over keys and values that lie one request after another.
+
+    With ``use_cuda_graph`` a run that was captured does the batch of the last ``plan()``, of as many tokens as the captured
+    tensors have at most; replay it on the stream that ``plan()`` was called on."""
+
+    _captures, _captured_rows = True, None
 
     def __init__(
         self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", use_cuda_graph: bool = False,
@@ -227,8 +232,15 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         if custom_mask is not None or packed_custom_mask is not None:
             ends = kv.tolist()
             lens = [b - a for a, b in zip(ends, ends[1:])]
-            mask = packed_mask(custom_mask, packed_custom_mask, qo.tolist(), lens)
+            mask = self._kept_mask(packed_mask(custom_mask, packed_custom_mask, qo.tolist(), lens))
         if self._use_cuda_graph:
+            rows = (int(qo[-1]), int(kv[-1]))
+            if self._captured_rows is not None and any(n > most for n, most in zip(rows, self._captured_rows)):
+                raise ValueError(f"{rows} rows of queries and of keys, expected at most {self._captured_rows}, as were captured")
+            for name, buffer in (("qo_indptr", self._qo_indptr_buf), ("kv_indptr", self._kv_indptr_buf)):
+                if len(buffer) != len(qo):
+                    raise ValueError(f"The size of {name} is {len(qo)}, expected {len(buffer)}, that of the buffer: the batch "
+                                     "size is fixed in CUDA graph mode")
             self._qo_indptr_buf.copy_(qo_indptr)
             self._kv_indptr_buf.copy_(kv_indptr)
         else:
@@ -247,7 +259,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
     begin_forward = plan
 
     def _fill(self, plan) -> None:
-        plan.plan_ragged(*self._host_indptr)
+        if self._use_cuda_graph:
+            plan.plan_ragged(*self._host_indptr, graphs=self._float_workspace_buffer)
+        else:
+            plan.plan_ragged(*self._host_indptr)
 
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args, q_scale: Optional[float] = None,
@@ -263,6 +278,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
             refuse("o_scale", o_scale, "1.0, as outputs are not fp8")
         if self._kv_layout == "HND":
             k, v = k.transpose(0, 1), v.transpose(0, 1)
+        if self._use_cuda_graph and is_captured(q):
+            self._captured_rows = (q.shape[0], k.shape[0])
         return self._run(q, k, v, args, q_scale, k_scale, v_scale, out, lse, return_lse)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
