@@ -302,7 +302,11 @@ def test_what_plain_wrappers_ignore_or_refuse():
         keys = torch.cat((latent[3], latent[1]))[:7, None]
         got = mla.run(*rest, profiler_buffer=torch.empty(9), kv_len=i32(7), page_table=i32(3, 1))
         near(got, attention(x, keys, keys[..., :ckv], 0.1)[0], 5e-2)
-    for kw in (dict(ckv_scale_arr=torch.ones(1)), dict(return_lse_base_on_e=True), dict(o_scale=2.0)):
+    lse = torch.empty(1, 4)
+    got, natural = mla.run(*rest, lse=lse, return_lse=True, return_lse_base_on_e=True)
+    torch.testing.assert_close(natural, mla.run(*rest, return_lse=True)[1] * math.log(2))
+    assert natural is lse
+    for kw in (dict(ckv_scale_arr=torch.ones(1)), dict(o_scale=2.0)):
         with pytest.raises(NotImplementedError, match=next(iter(kw))):
             mla.run(*rest, **kw)
     hnd = Pages(LENS, PAGE, KV_HEADS, DIM, BF16, "HND")
@@ -718,3 +722,77 @@ def test_definitions_go_where_they_are_told(tmp_path):
 
     fi_trace(fi.rmsnorm, save_dir=str(tmp_path / "one"), input=torch.randn(2, 64), weight=torch.randn(64))
     assert list((tmp_path / "one").rglob("*.json"))
+
+
+CUDNN = [{}, dict(causal=True), dict(return_lse=True), dict(lse=True), dict(q_scale=0.5), dict(k_scale=0.5), dict(v_scale=2.0), dict(units="tokens"), dict(units="tokens", lens=False), dict(out=True), dict(o_data_type=F32),
+         dict(heads=8, dtype=F16, scale=0.1), dict(ignored=True)]
+
+
+@pytest.mark.parametrize("paged", (False, True))
+@pytest.mark.parametrize("change", CUDNN)
+def test_calls_by_cudnns_names(change, paged):
+    heads, dtype, scale = change.get("heads", HEADS), change.get("dtype", BF16), change.get("scale", 0.2)
+    lens, qo = [9, 20, 0, 7], [0, 3, 5, 5, 6]
+    pages = Pages(lens, 4, KV_HEADS, DIM, dtype, "HND")
+    ends = [0, *torch.tensor(lens).cumsum(0).tolist()]
+    k, v = torch.randn(36, KV_HEADS, DIM).to(dtype), torch.randn(36, KV_HEADS, 32).to(dtype)
+    q = torch.randn(6, heads, DIM).to(dtype)
+    vo = DIM if paged else 32
+    tokens = change.get("units") == "tokens"
+    width = (lambda n, d: 1) if tokens else (lambda n, d: n * d)
+    kwargs = dict(max_token_per_sequence=3, max_sequence_kv=20, causal=change.get("causal", False), return_lse=change.get("return_lse", "lse" in change),
+                  batch_offsets_q=i32(*(n * width(heads, DIM) for n in qo)), batch_offsets_o=i32(*(n * width(heads, vo) for n in qo)))
+    if tokens:
+        kwargs["batch_offsets_units"] = "tokens"
+    if change.get("lens", True):
+        kwargs |= dict(actual_seq_lens_q=i32(3, 2, 0, 1).view(4, 1, 1, 1), actual_seq_lens_kv=i32(*lens).view(4, 1, 1, 1))
+    if paged:
+        kwargs |= dict(block_tables=padded(pages), actual_seq_lens_kv=pages.lens)
+    else:
+        kwargs |= dict(batch_offsets_k=i32(*(n * width(KV_HEADS, DIM) for n in ends)), batch_offsets_v=i32(*(n * width(KV_HEADS, 32) for n in ends)))
+    for name in ("q_scale", "k_scale", "v_scale"):
+        if name in change:
+            kwargs[name] = torch.tensor(change[name]).view(1, 1, 1, 1)
+    if "o_data_type" in change:
+        kwargs["o_data_type"] = change["o_data_type"]
+    if change.get("out"):
+        kwargs["out"] = torch.full((6, heads, vo), math.nan, dtype=dtype)
+    if change.get("lse"):
+        kwargs["lse"] = torch.full((4, 3, heads), 9.0)
+    if change.get("ignored"):
+        kwargs |= dict(max_sequence_kv=999, batch_offsets_stats=i32(0), is_cuda_graph_compatible=True, backend="cudnn")
+    got, lse = fi.prefill.cudnn_batch_prefill_with_kv_cache(q, *(pages.cache if paged else (k, v)), scale, torch.empty(heads), **kwargs)
+    keys = pages.request if paged else lambda r: (k[ends[r]:ends[r + 1]], v[ends[r]:ends[r + 1]])
+    flags = {n: change[n] for n in ("q_scale", "k_scale", "v_scale") if n in change}
+    want, want_lse = batch(q, qo, keys, causal=kwargs["causal"], sm_scale=scale, **flags)
+    near(got, want)
+    assert got.dtype == change.get("o_data_type", dtype) and (lse is not None) == kwargs["return_lse"] and (not change.get("out") or got is kwargs["out"])
+    if lse is not None:
+        for r in range(4):
+            near(lse[r, : qo[r + 1] - qo[r]], want_lse[qo[r]:qo[r + 1]] * math.log(2), 1e-2)
+    if change.get("lse"):
+        assert lse is kwargs["lse"] and (lse[2] == 9.0).all()
+
+
+def test_decodes_by_cudnns_names():
+    for heads, scale in ((4, 0.2), (8, 0.1)):
+        pages = Pages([9, 20], heads, KV_HEADS, DIM, BF16, "HND")
+        q, out = torch.randn(2, heads, DIM).to(BF16), torch.full((2, heads, DIM), math.nan, dtype=BF16)
+        want = batch(q, [0, 1, 2], pages.request, sm_scale=scale)[0]
+        call = functools.partial(fi.decode.cudnn_batch_decode_with_kv_cache, q, *pages.cache, scale, torch.empty(heads), max_sequence_kv=20 + heads, actual_seq_lens_kv=pages.lens, block_tables=padded(pages))
+        near(call(), want)
+        near(call(out=out, is_cuda_graph_compatible=True, batch_offsets_q=i32(0, heads * DIM, 2 * heads * DIM), batch_offsets_o=i32(0, heads * DIM, 2 * heads * DIM)), want)
+        near(out, want)
+    k = torch.randn(29, KV_HEADS, DIM).to(BF16)
+    offsets = i32(0, 9 * KV_HEADS * DIM, 29 * KV_HEADS * DIM)
+    got = fi.decode.cudnn_batch_decode_with_kv_cache(q, k, k, 0.1, torch.empty(1), max_sequence_kv=20, actual_seq_lens_kv=i32(9, 20), batch_offsets_k=offsets, batch_offsets_v=offsets)
+    near(got, batch(q, [0, 1, 2], lambda r: (k[:9], k[:9]) if r == 0 else (k[9:], k[9:]), sm_scale=0.1)[0])
+    for kw, error in ((dict(actual_seq_lens_kv=i32(9, 20), batch_offsets_k=offsets + KV_HEADS * DIM), NotImplementedError), (dict(block_tables=i32(0)), ValueError), ({}, ValueError)):
+        with pytest.raises(error, match="batch_offsets_k|actual_seq_lens_kv"):
+            fi.decode.cudnn_batch_decode_with_kv_cache(q, k, k, 0.1, torch.empty(1), max_sequence_kv=20, **kw)
+    with pytest.raises(ValueError, match="batch_offsets_units"):
+        fi.prefill.cudnn_batch_prefill_with_kv_cache(q, k, k, 0.1, torch.empty(1), max_token_per_sequence=1, max_sequence_kv=9, causal=False, return_lse=False, batch_offsets_units="bytes")
+    import importlib
+
+    fi.install()
+    assert importlib.import_module("flashinfer.cudnn").cudnn_batch_prefill_with_kv_cache is fi.prefill.cudnn_batch_prefill_with_kv_cache

@@ -9,7 +9,7 @@ import torch
 
 from .. import _fir
 from . import _native
-from ._core import F32, check_backend, host, is_captured, number, refuse
+from ._core import F32, base_e, check_backend, host, is_captured, number, refuse
 from .prefill import table_of
 
 __all__ = ["BatchMLAPagedAttentionWrapper", "trtllm_batch_decode_with_kv_cache_mla", "xqa_batch_decode_with_kv_cache_mla"]
@@ -90,12 +90,11 @@ class BatchMLAPagedAttentionWrapper:
         kpe_scale: Optional[float] = None,
     ):
         """One layer: ``q_nope``: ``[tokens, heads, head_dim_ckv]``, ``q_pe``: ``[tokens, heads, head_dim_kpe]``,
-        ``ckv_cache``: ``[pages, page_size, head_dim_ckv]``. Returns ``out``, or ``(out, lse)`` with ``return_lse``.
+        ``ckv_cache``: ``[pages, page_size, head_dim_ckv]``. Returns ``out``, or ``(out, lse)`` with ``return_lse``, of base 2
+        unless ``return_lse_base_on_e``.
         ``kv_len`` and ``page_table`` belong to a Blackwell kernel; ``profiler_buffer`` is ignored."""
         if self._plan is None:
             raise RuntimeError("plan() must be called before run()")
-        if return_lse_base_on_e:
-            refuse("return_lse_base_on_e", True, "False: multiply by ln 2")
         if ckv_scale_arr is not None:
             refuse("ckv_scale_arr", "a tensor", "ckv_scale")
         if o_scale not in (None, 1.0):
@@ -106,6 +105,8 @@ class BatchMLAPagedAttentionWrapper:
             lse = torch.empty(q_nope.shape[:2], dtype=F32, device=q_nope.device)
         _run(self._number, q_nope, q_pe, ckv_cache, kpe_cache, out, lse if return_lse else None, number(ckv_scale),
              number(kpe_scale))
+        if return_lse and return_lse_base_on_e:
+            lse.copy_(base_e(lse))
         return (out, lse) if return_lse else out
 
     def _launch(self, q_nope, q_pe, ckv, kpe, out, lse, ckv_scale, kpe_scale) -> None:
