@@ -14,12 +14,6 @@ import zlib
 
 import torch
 
-#: Arguments that have one value by their nature, and why.
-ONE_VALUE = {
-    "testing.bench_kineto.barrier": "waits for other ranks",
-    "testing.aggregate_gpu_time_across_ranks": "needs other ranks",
-}
-
 
 def functions():
     """``(name, function)`` of everything implemented: functions, and the methods that classes define themselves."""
@@ -85,8 +79,7 @@ class Watch:
 
     def once(self) -> list[str]:
         """Arguments that never varied."""
-        return sorted(a for a, seen in self.values.items() if len(seen) < 2
-                      and not any(a == one or a.startswith(one + ".") for one in ONE_VALUE))
+        return sorted(a for a, seen in self.values.items() if len(seen) < 2)
 
 
 class Plugin:
