@@ -347,36 +347,26 @@ impl BatchPlan {
         let table = Table::new(&exec, page_size, &indptr, indices, &lens, what, offsets)?;
         let qo = queries(qo, table.table.batch())?;
         let mut batch = locked(&self.batch);
-        // Replays are on the current stream: the plan's memory is written after those before, and before those that come.
-        let other = match (offsets, &self.own, &exec) {
-            (Some(_), Exec::Cuda(own), Exec::Cuda(now)) => own.stream().zip(now.stream()),
-            _ => None,
-        };
-        let other = other.filter(|(own, now)| own.handle() != now.handle());
-        if let Some((own, now)) = other {
-            now.record().and_then(|before| own.wait(&before)).map_err(to_py)?;
-        }
-        batch.plan.refill(&qo, table.table.lens()).map_err(to_py)?;
-        if let Some((own, now)) = other {
-            own.record().and_then(|copied| now.wait(&copied)).map_err(to_py)?;
-        }
-        batch.at = Where::Paged(table);
-        if batch.recorded.is_some() && batch.recorded != batch.plan.recorded(&batch.scratch) {
-            batch.recorded = None;
-            let why = c"this batch does not fit what was captured of the plan: capture its CUDA graphs again";
-            PyErr::warn(py, &py.get_type::<PyRuntimeWarning>(), why, 2)?;
-        }
-        Ok(())
+        let Batch { plan, at, scratch, recorded } = &mut *batch;
+        in_turn(&self.own, &exec, offsets.is_some(), || plan.refill(&qo, table.table.lens())).map_err(to_py)?;
+        *at = Where::Paged(table);
+        check_recorded(py, recorded, plan.recorded(scratch))
     }
 
-    /// Plans a batch whose keys and values lie one request after another.
-    fn plan_ragged(&self, qo: &Bound<'_, PyAny>, kv_indptr: Arg) -> PyResult<()> {
+    /// Plans a batch whose keys and values lie one request after another. `graphs`: a tensor on the plan's device, for runs
+    /// that are captured in CUDA graphs, which then do the batch of the last call when they are replayed on the stream that
+    /// was current in that call.
+    #[pyo3(signature = (qo, kv_indptr, *, graphs=None))]
+    fn plan_ragged(&self, py: Python<'_>, qo: &Bound<'_, PyAny>, kv_indptr: Arg, graphs: Option<Arg>) -> PyResult<()> {
         let kv = ragged(&kv_indptr, "kv_indptr")?;
         let qo = queries(qo, kv.batch())?;
+        let now = graphs.as_ref().map(|like| exec_of(py, like)).transpose()?;
         let mut batch = locked(&self.batch);
-        batch.plan.refill(&qo, kv.lens()).map_err(to_py)?;
-        batch.at = Where::Ragged(kv);
-        Ok(())
+        let Batch { plan, at, scratch, recorded } = &mut *batch;
+        in_turn(&self.own, now.as_ref().unwrap_or(&self.own), now.is_some(), || plan.refill(&qo, kv.lens()))
+            .map_err(to_py)?;
+        *at = Where::Ragged(kv);
+        check_recorded(py, recorded, plan.recorded(scratch))
     }
 
     /// Runs one layer. `v` is None when keys and values are in one tensor `[pages, 2, ...]`; `captured`: that this call is being
@@ -443,6 +433,29 @@ impl BatchPlan {
     fn tokens(&self) -> usize {
         locked(&self.batch).plan.tokens()
     }
+}
+
+/// Writes a plan's memory, which lies on the stream of `own`. With `graphs`, whose replays are on the stream of `now`: after
+/// those before, and before those that come.
+fn in_turn(own: &Exec, now: &Exec, graphs: bool, write: impl FnOnce() -> fir::Result<()>) -> fir::Result<()> {
+    let streams = match (own, now) {
+        (Exec::Cuda(own), Exec::Cuda(now)) if graphs => own.stream().zip(now.stream()),
+        _ => None,
+    };
+    let Some((own, now)) = streams.filter(|(own, now)| own.handle() != now.handle()) else { return write() };
+    now.record().and_then(|before| own.wait(&before))?;
+    write()?;
+    own.record().and_then(|copied| now.wait(&copied))
+}
+
+/// Warns if what graphs have recorded of a plan is not what it is now.
+fn check_recorded(py: Python<'_>, recorded: &mut Option<u64>, now: Option<u64>) -> PyResult<()> {
+    if recorded.is_some() && *recorded != now {
+        *recorded = None;
+        let why = c"this batch does not fit what was captured of the plan: capture its CUDA graphs again";
+        PyErr::warn(py, &py.get_type::<PyRuntimeWarning>(), why, 2)?;
+    }
+    Ok(())
 }
 
 /// Offsets of query tokens, or the same number for each request.
@@ -526,41 +539,70 @@ impl CascadePlan {
 
 /// A batch of latent attention.
 #[pyclass(frozen, name = "MlaPlan", module = "fir")]
-pub(crate) struct MlaPlan(Mutex<(attention::MlaPlan, Scratch, Table)>);
+pub(crate) struct MlaPlan {
+    /// As in [`BatchPlan`].
+    own: Exec,
+    state: Mutex<Latent>,
+}
+
+struct Latent {
+    plan: attention::MlaPlan,
+    /// None before the first batch.
+    table: Option<Table>,
+    scratch: Scratch,
+    recorded: Option<u64>,
+}
 
 #[pymethods]
 impl MlaPlan {
     /// `shape`: heads, head_dim_ckv, head_dim_kpe, and the element types of queries, cache and output.
     #[new]
-    #[pyo3(signature = (shape, like, qo, page_size, indptr, indices, lens, *, causal=false, last_page=false, split=Cut(Split::Balanced)))]
-    #[expect(clippy::too_many_arguments, reason = "a page table")]
+    #[pyo3(signature = (shape, like, *, requests=0, causal=false, split=Cut(Split::Balanced)))]
     fn new(
         py: Python<'_>,
         shape: (usize, usize, usize, Element, Element, Element),
+        like: Arg,
+        requests: usize,
+        causal: bool,
+        split: Cut,
+    ) -> PyResult<Self> {
+        let own = exec_of(py, &like)?;
+        let (heads, head_dim_ckv, head_dim_kpe, Element(q), Element(kv), Element(out)) = shape;
+        let problem =
+            MlaProblem { heads, head_dim_ckv, head_dim_kpe, q_dtype: q, kv_dtype: kv, out_dtype: out, causal };
+        let plan = run(py, || attention::MlaPlan::with_capacity(&own, problem, requests, split.0))?;
+        let state = Latent { plan, table: None, scratch: Scratch::default(), recorded: None };
+        Ok(Self { own, state: Mutex::new(state) })
+    }
+
+    /// Plans a batch; arguments as of [`BatchPlan::plan_paged`].
+    #[pyo3(signature = (like, qo, page_size, indptr, indices, lens, *, last_page=false, offsets=None))]
+    #[expect(clippy::too_many_arguments, reason = "a page table")]
+    fn plan(
+        &self,
+        py: Python<'_>,
         like: Arg,
         qo: &Bound<'_, PyAny>,
         page_size: usize,
         indptr: Arg,
         indices: &Bound<'_, PyAny>,
         lens: Arg,
-        causal: bool,
         last_page: bool,
-        split: Cut,
-    ) -> PyResult<Self> {
+        offsets: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
         let exec = exec_of(py, &like)?;
         let what = if last_page { Lens::LastPage } else { Lens::Tokens };
-        let table = Table::new(&exec, page_size, &indptr, indices, &lens, what, None)?;
-        let qo = queries(qo, table.table.batch())?;
-        let (heads, head_dim_ckv, head_dim_kpe, Element(q), Element(kv), Element(out)) = shape;
-        let problem =
-            MlaProblem { heads, head_dim_ckv, head_dim_kpe, q_dtype: q, kv_dtype: kv, out_dtype: out, causal };
-        let plan = attention::MlaPlan::new(&exec, problem, &qo, table.table.lens(), split.0).map_err(to_py)?;
-        let scratch = plan.scratch();
-        Ok(Self(Mutex::new((plan, scratch, table))))
+        let new = Table::new(&exec, page_size, &indptr, indices, &lens, what, offsets)?;
+        let qo = queries(qo, new.table.batch())?;
+        let mut state = locked(&self.state);
+        let Latent { plan, table, scratch, recorded } = &mut *state;
+        in_turn(&self.own, &exec, offsets.is_some(), || plan.refill(&qo, new.table.lens())).map_err(to_py)?;
+        *table = Some(new);
+        check_recorded(py, recorded, plan.recorded(scratch))
     }
 
-    /// Runs one layer.
-    #[pyo3(signature = (q_nope, q_pe, ckv, kpe, sm_scale, out, lse=None, ckv_scale=1.0, kpe_scale=1.0))]
+    /// Runs one layer; `captured` as in [`BatchPlan::run`].
+    #[pyo3(signature = (q_nope, q_pe, ckv, kpe, sm_scale, out, lse=None, ckv_scale=1.0, kpe_scale=1.0, captured=false))]
     #[expect(clippy::too_many_arguments, reason = "one layer's tensors")]
     fn run(
         &self,
@@ -574,15 +616,33 @@ impl MlaPlan {
         mut lse: Option<Arg>,
         ckv_scale: f32,
         kpe_scale: f32,
+        captured: bool,
     ) -> PyResult<()> {
         let exec = prepare_run(py, &mut [&mut q_nope, &mut q_pe], &out, lse.as_ref())?;
         run(py, move || {
-            let mut state = locked(&self.0);
-            let (plan, scratch, table) = &mut *state;
+            let mut state = locked(&self.state);
+            let Latent { plan, table, scratch, recorded } = &mut *state;
+            let Some(Table { table, .. }) = table else {
+                return Err(Error::value("MlaPlan::run", "plan", "without a batch", "one that plan was called for"));
+            };
             let kv = PagedMla::new(ckv.view()?, kpe.view()?)?.with_scales(ckv_scale, kpe_scale)?;
-            let lse = lse.as_mut().map(Arg::view_mut).transpose()?;
-            let (q_nope, q_pe, out) = (q_nope.view()?, q_pe.view()?, out.view_mut()?);
-            plan.run(&exec, MlaArgs { q_nope, q_pe, kv, table: &table.table, sm_scale, scratch, out, lse })
+            let mut attempt = |scratch: &mut Scratch| {
+                let lse = lse.as_mut().map(Arg::view_mut).transpose()?;
+                let (q_nope, q_pe, out) = (q_nope.view()?, q_pe.view()?, out.view_mut()?);
+                plan.run(&exec, MlaArgs { q_nope, q_pe, kv, table, sm_scale, scratch, out, lse })
+            };
+            let done = match attempt(scratch) {
+                // As in `BatchPlan::run`.
+                Err(Error::Value { arg: "scratch", .. }) => {
+                    *scratch = plan.scratch();
+                    attempt(scratch)
+                }
+                other => other,
+            };
+            if captured {
+                *recorded = plan.recorded(scratch);
+            }
+            done
         })
     }
 }

@@ -124,6 +124,28 @@ impl Arg {
         Ok(Self { foreign, start, _descriptor: Some(descriptor), _before: None, stream })
     }
 
+    /// Memory at an address where `self` is, of its element type.
+    ///
+    /// # Safety
+    /// The memory is there while the result is used, or its part that is looked at, and nobody writes it meanwhile.
+    pub(crate) unsafe fn at(&self, address: usize, mut shape: [i64; 4], mut strides: [i64; 4]) -> PyResult<Self> {
+        let device = match self.place()? {
+            Place::Cuda(ordinal) => DlDevice { device_type: DEVICE_CUDA, device_id: ordinal as i32 },
+            _ => DlDevice { device_type: DEVICE_CPU, device_id: 0 },
+        };
+        let tensor = DlTensor {
+            data: ptr::with_exposed_provenance_mut(address),
+            device,
+            ndim: 4,
+            dtype: DlDataType::from(self.dtype()),
+            shape: shape.as_mut_ptr(),
+            strides: strides.as_mut_ptr(),
+            byte_offset: 0,
+        };
+        // SAFETY: the caller's promise; shape and strides are read before this returns.
+        unsafe { Self::borrowed(tensor, true, self.stream) }
+    }
+
     /// From torch's attributes: for versions without the exchange interface.
     fn from_torch(object: &Bound<'_, PyAny>) -> PyResult<Self> {
         let py = object.py();

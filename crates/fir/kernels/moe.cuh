@@ -1,15 +1,16 @@
 // moe.cuh: mixtures of experts: which experts a token uses, in which order experts meet rows, and the sum of what they made.
 //
 //   route      ids[t] = the experts of the largest c, weights[t] = their s, s = score(logits[t]), c = s + bias
+//   route_by_table  ids[t] = table[tokens[t]], weights[t] = their s over the sum of all, s = sqrt(log(1 + e^logit))
 //   dispatch   pairs (token * top_k + choice) by expert, then ascending; row tiles of every expert for gemm.cuh
 //   combine    out[t] = sum_j weights[t, j] * results[t * top_k + j], in order of j, choices without an expert left out
 //
-// grid   route (tokens / 4), dispatch (experts), combine (tokens, parts of a row)
-// block  128, 1024, 256
+// grid   route, route_by_table (tokens / 4), dispatch (experts), combine (tokens, parts of a row)
+// block  128, 128, 1024, 256
 // smem   route: 4 * (experts + groups) * 8 bytes
 // needs  sm_80
 //
-// reads  logits, bias, ids, weights, results
+// reads  logits, bias, tokens, table, ids, weights, results
 // writes ids, weights; pairs, tiles; out
 // twins  src/cpu/moe.rs, src/reference/moe.rs
 #pragma once
@@ -129,6 +130,54 @@ __global__ void __launch_bounds__(128) route(const __grid_constant__ RouteParams
     float* w = p.weights + t * p.weights_stride + j;
     *w = *w / divisor * p.scale;
   }
+}
+
+struct TableParams {
+  const void* logits;
+  const void* tokens;
+  const i32* table;
+  i32* ids;
+  float* weights;
+  u64 logits_stride, tokens_stride, table_stride, ids_stride, weights_stride;
+  u64 vocabulary;
+  u32 count, experts, top_k;
+  u32 logits_type, wide;  // tokens are i64
+  u32 has_shared;
+  float shared;
+  u32 unused;
+};
+
+// A warp to a token; what the table does not have is expert -1 of weight 0.
+template <int = 0>
+__global__ void __launch_bounds__(128) route_by_table(const __grid_constant__ TableParams p) {
+  const u32 lane = threadIdx.x % 32, t = blockIdx.x * 4 + threadIdx.x / 32;
+  wait_for_previous();
+  if (t >= p.count) return;
+  const u64 where = t * p.tokens_stride;
+  const i64 token = p.wide ? static_cast<const i64*>(p.tokens)[where] : static_cast<const i32*>(p.tokens)[where];
+  const bool known = token >= 0 && u64(token) < p.vocabulary;
+  const i32* row = p.table + (known ? u64(token) * p.table_stride : 0);
+  auto expert = [&](u32 j) {
+    const i32 id = known ? row[j] : -1;
+    return id >= 0 && u32(id) < p.experts ? id : -1;
+  };
+  auto score = [&](i32 id) {
+    if (id < 0) return 0.f;
+    const float x = load_any(p.logits, t * p.logits_stride + id, p.logits_type);
+    return sqrtf(fmaxf(x, 0.f) + log1pf(expf(-fabsf(x))));
+  };
+  float sum = 0.f;
+  for (u32 j = lane; j < p.top_k; j += 32) sum += score(expert(j));
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+  i32* ids = p.ids + t * p.ids_stride;
+  float* weights = p.weights + t * p.weights_stride;
+  for (u32 j = lane; j < p.top_k; j += 32) {
+    const i32 id = expert(j);
+    ids[j] = id;
+    weights[j] = id < 0 ? 0.f : score(id) / sum;
+  }
+  if (p.has_shared && lane == 0) ids[p.top_k] = i32(p.experts), weights[p.top_k] = p.shared;
 }
 
 struct DispatchParams {

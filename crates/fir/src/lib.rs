@@ -50,6 +50,7 @@
 //! Instruction sets and element types are no features: every build has them all, and the CPU decides when it runs.
 #![deny(unsafe_code, clippy::print_stdout, clippy::print_stderr)]
 
+mod args;
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -72,7 +73,7 @@ pub mod variant;
 
 #[cfg(feature = "cuda")]
 pub use crate::cuda::jit;
-pub use crate::ops::{activation, attention, gemm, moe, norm, page, quantize, rope, sampling, speculative, topk};
+pub use crate::ops::{activation, attention, gemm, lora, moe, norm, page, quantize, rope, sampling, speculative, topk};
 pub use crate::{
     error::{Error, Result},
     exec::Exec,

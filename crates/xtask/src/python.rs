@@ -10,7 +10,7 @@ use crate::step::{cargo, program};
 
 const PIP: &str = "-m pip install -q --disable-pip-version-check --no-compile";
 /// On two processes: half of the time is starting operators one by one.
-const TESTS: &str = "-m pytest -q -n 2 -p no:cacheprovider crates/fir-py/python/tests";
+const TESTS: &str = "-m pytest -q -n 2 -p no:cacheprovider --every-argument crates/fir-py/python/tests";
 
 const PYTEST: &str = "pytest pytest-xdist";
 

@@ -110,7 +110,8 @@ class MlaPlan:
         dtype, kv_dtype=None, out_dtype=None, causal: bool = False, split="balanced",
     ) -> None:
         shape = (heads, head_dim_ckv, head_dim_kpe, dtype, kv_dtype or dtype, out_dtype or dtype)
-        self._plan = _fir.MlaPlan(shape, like, qo, page_size, indptr, indices, kv_lens, causal=causal, split=split)
+        self._plan = _fir.MlaPlan(shape, like, requests=len(kv_lens), causal=causal, split=split)
+        self._plan.plan(like, qo, page_size, indptr, indices, kv_lens)
 
     def run(self, q_nope, q_pe, ckv, kpe, sm_scale: float, *, out=None, return_lse: bool = False, ckv_scale: float = 1.0,
             kpe_scale: float = 1.0):

@@ -6,13 +6,27 @@ from pathlib import Path
 
 import pytest
 import torch
+import varied
 
 
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
 
+def pytest_addoption(parser):
+    parser.addoption("--every-argument", action="store_true", help="fail if an argument of FlashInfer's API never varies")
+
+
 def pytest_configure(config):
     config.addinivalue_line("markers", "cpu: of host tensors alone")
+    if config.getoption("--every-argument"):
+        config.pluginmanager.register(varied.Plugin(), "varied")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session, exitstatus):
+    plugin = session.config.pluginmanager.get_plugin("varied")
+    if plugin is not None and not hasattr(session.config, "workeroutput") and plugin.failed() and exitstatus == 0:
+        session.exitstatus = 1
 
 
 @pytest.fixture(autouse=True, params=DEVICES)

@@ -178,6 +178,44 @@ def _(qkv, q_weight, k_weight, ppf, pph, ppw, num_frame_channels, num_height_cha
     return (*results, {n: r for n, o, r in zip(("q_out", "k_out", "v_out"), (q_out, k_out, v_out), results) if o is not None})
 
 
+DIT = lambda d=BF16, *shape: torch.randn(*(shape or (2, 3, 48))).to(d)
+CHUNK = lambda b: torch.randn(2, 3, 6, 48).to(BF16).chunk(6, dim=2)[1].squeeze(2)
+BIAS = [lambda b: torch.randn(48), lambda b: torch.randn(1, 48)]
+DIT_MORE = {"residual": [lambda b: DIT() * 3], "epsilon": [0.5], "residual_out": [lambda b: filled(DIT())], "norm_out": [lambda b: filled(DIT())],
+            "input_global_scaling_factor": [lambda b: torch.tensor([0.25])]}
+DIT_IGNORED = {"use_nvfp4": [False], "use_mxfp8": [False], "global_scaling_factor": [lambda b: torch.ones(1)], "sf_out": [lambda b: torch.zeros(4, dtype=U8)]}
+
+
+def modulated(input, residual, gate, scale, shift, epsilon, factor, outs):
+    s = input.float() * (1.0 if factor is None else factor) * gate + (0.0 if residual is None else residual.float())
+    c = s - s.mean(-1, keepdim=True)
+    y = (c * torch.rsqrt(c.pow(2).mean(-1, keepdim=True) + epsilon) * scale + shift).to(input.dtype)
+    s = s.to(input.dtype)
+    return (s, y, {n: r for n, o, r in zip(("residual_out", "norm_out"), outs, (s, y)) if o is not None})
+
+
+def summed(rows, bias):
+    return rows.float() if bias is None else rows.float() + bias.view(-1)
+
+
+@case("norm.fused_dit_gate_residual_layernorm_gamma_beta", lambda: dict(input=DIT(), residual=DIT(), gate=DIT(), gamma=torch.randn(48), beta=torch.randn(48)),
+      {"input": [lambda b: DIT() * 2], "gate": [CHUNK, lambda b: DIT(BF16, 6, 48)], "gamma": [lambda b: torch.randn(48) * 2], "beta": [lambda b: torch.randn(48) * 2],
+       "gate_bias": BIAS, **DIT_MORE}, DIT_IGNORED)
+def _(input, residual, gate, gamma, beta, gate_bias=None, epsilon=1e-6, input_global_scaling_factor=None, residual_out=None, norm_out=None, **ignored):
+    return modulated(input, residual, summed(gate.reshape(input.shape), gate_bias), gamma, beta, epsilon, input_global_scaling_factor, (residual_out, norm_out))
+
+
+for _name in ("fused_dit_gate_residual_layernorm_scale_shift", "fused_dit_residual_layernorm_scale_shift"):
+    _gated = "gate" in _name
+    @case(f"norm.{_name}", lambda gated=_gated: dict(input=DIT(), scale=DIT(), shift=DIT(), **(dict(residual=DIT(), gate=DIT()) if gated else {})),
+          {"input": [lambda b: DIT() * 2, lambda b: {n: DIT(F32) for n in b}, lambda b: {n: DIT(BF16, 1, 4, 3072) for n in b}], "scale": [CHUNK], "shift": [CHUNK, lambda b: DIT(BF16, 6, 48)],
+           "scale_bias": BIAS, "shift_bias": BIAS, **({"gate": [CHUNK], "gate_bias": BIAS} if _gated else {}), **DIT_MORE}, DIT_IGNORED)
+    def _(input, scale, shift, residual=None, gate=None, gate_bias=None, scale_bias=None, shift_bias=None, epsilon=1e-6, input_global_scaling_factor=None, residual_out=None,
+          norm_out=None, **ignored):
+        return modulated(input, residual, 1.0 if gate is None else summed(gate, gate_bias), 1 + summed(scale, scale_bias), summed(shift.reshape(input.shape), shift_bias), epsilon,
+                         input_global_scaling_factor, (residual_out, norm_out))
+
+
 for _name, _act in (("silu_and_mul", F.silu), ("gelu_and_mul", F.gelu), ("gelu_tanh_and_mul", lambda x: F.gelu(x, approximate="tanh"))):
     @case(f"activation.{_name}", lambda: dict(input=X()),
           {"input": [lambda b: X(BF16), lambda b: X(F16, 2, 3, 32), lambda b: X(F32, 0, 64)], "out": [lambda b: filled(X(F32, 5, 32))]}, PDL)
@@ -549,6 +587,102 @@ def _(scores, bias, n_group, topk_group, topk, routed_scaling_factor, topk_value
     return (), {"topk_values": (w / w.sum(-1, keepdim=True) * routed_scaling_factor).to(topk_values.dtype), "topk_indices": ids.to(topk_indices.dtype)}
 
 
+@case("fused_moe.hash_topk", lambda: dict(router_logits=torch.randn(5, 8), input_ids=torch.tensor([3, 0, 9, 3, 1]), tid2eid=torch.randint(0, 8, (10, 3), dtype=I32)),
+      {"router_logits": [lambda b: torch.randn(5, 8) * 5, lambda b: torch.randn(5, 9).to(BF16)], "input_ids": [lambda b: i32(9, 9, 8, 7, 0)], "tid2eid": [lambda b: torch.randint(0, 8, (20, 6), dtype=I32)],
+       "num_fused_shared_experts": [1], "routed_scaling_factor": [lambda b: dict(num_fused_shared_experts=1, routed_scaling_factor=2.5)]}, {"launch_with_pdl": [False]})
+def _(router_logits, input_ids, tid2eid, num_fused_shared_experts=0, routed_scaling_factor=1.0, launch_with_pdl=True):
+    ids = tid2eid[input_ids.long()]
+    s = F.softplus(router_logits.float()).sqrt().gather(1, ids.long())
+    w = s / s.sum(-1, keepdim=True)
+    if num_fused_shared_experts:
+        w = torch.cat((w, torch.full((len(w), 1), 1 / routed_scaling_factor)), 1)
+        ids = torch.cat((ids, torch.full((len(w), 1), router_logits.shape[1], dtype=I32)), 1)
+    return w, ids
+
+
+# Adapters: 5 tokens of two pairs each; the token of the third has no adapter, and one pair's token is past them all.
+
+def LORA(d=BF16, **other):
+    a, b = (torch.randn(2, 3, 4, 32) / 4).to(d), (torch.randn(2, 3, 24, 4) / 4).to(d)
+    return {**dict(x=torch.randn(5, 32).to(d), lora_a_weights=[a, (torch.randn(2, 3, 4, 32) / 4).to(d)], lora_b_weights=[b, (torch.randn(2, 3, 24, 4) / 4).to(d)],
+                   sorted_token_ids=torch.tensor([0, 0, 1, 2, 2, 3, 4, 4, 7, 0]), expert_ids=torch.tensor([0, 2, 1, 1, 0, 2, 2, 0, 1, 1]), lora_indices=torch.tensor([1, 0, -1, 1, 0]),
+                   topk_weights=torch.rand(10), num_experts=3), **other}
+
+
+def pairs_of(tokens, experts, loras):
+    for p, (t, e) in enumerate(zip(tokens.tolist(), experts.tolist())):
+        if 0 <= t < len(loras) and loras[t] >= 0:
+            yield p, t, e, int(loras[t])
+
+
+@case("fused_moe.bgmv_moe", LORA,
+      {"x": [lambda b: LORA(F16), lambda b: LORA(F32), lambda b: torch.randn(5, 32).to(BF16) * 2], "lora_a_weights": [lambda b: [t * 2 for t in b["lora_a_weights"]]],
+       "lora_b_weights": [lambda b: [(torch.randn(2, 3, 40, 4) / 4).to(BF16), b["lora_b_weights"][1]]], "sorted_token_ids": [lambda b: torch.tensor([4, 3, 2, 1, 0, -1, 4, 3, 2, 1], dtype=I32)],
+       "expert_ids": [lambda b: torch.tensor([2] * 10)], "lora_indices": [lambda b: torch.tensor([-1, -1, 1, 0, 0])], "topk_weights": [lambda b: torch.rand(10) * 3],
+       "num_experts": [lambda b: LORA(expert_ids=torch.tensor([0, 1] * 5), num_experts=2)], "output_dim": [50]})
+def _(x, lora_a_weights, lora_b_weights, sorted_token_ids, expert_ids, lora_indices, topk_weights, num_experts, output_dim=None):
+    widths = [b.shape[2] for b in lora_b_weights]
+    y = torch.zeros(len(x), output_dim or sum(widths))
+    for p, t, e, l in pairs_of(sorted_token_ids, expert_ids, lora_indices):
+        at = 0
+        for a, b in zip(lora_a_weights, lora_b_weights):
+            middle = (a[l, e].float() @ x[t].float()).to(x.dtype).float()
+            y[t, at:at + b.shape[2]] += topk_weights[p] * (b[l, e].float() @ middle)
+            at += b.shape[2]
+    return y.to(x.dtype)
+
+
+@pytest.mark.parametrize("wide", [torch.int64, I32])
+@pytest.mark.parametrize("per_pair", [False, True])
+@pytest.mark.parametrize("finalize", [True, False])
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
+def test_adapters_by_address(device, dtype, per_pair, finalize, wide):
+    m, args = fi.fused_moe, LORA(dtype)
+    args["topk_weights"] = torch.rand(10) + wide.itemsize
+    a, b, tokens, experts, loras, weights = (args[n] for n in ("lora_a_weights", "lora_b_weights", "sorted_token_ids", "expert_ids", "lora_indices", "topk_weights"))
+    tokens, experts, loras = tokens.to(wide), experts.to(wide), loras.to(wide)
+    x = torch.randn(10 if per_pair else 5, 32).to(dtype)
+    # The first slice's matrices lie in a larger tensor, the second's one after the other.
+    room = torch.zeros(2, 5, 4, 32).to(dtype)
+    room[:, :3] = a[0]
+    w_ptr = torch.zeros(1, 3, dtype=I64)
+    assert m.fill_w_ptr(w_ptr, room, 3, 0) == 5 * 4 * 32 and m.fill_w_ptr(w_ptr, a[0], 2, 0) == 3 * 4 * 32
+    stride = m.fill_w_ptr(w_ptr, room, 3, 0)
+    assert w_ptr.tolist() == [[room.data_ptr() + e * 4 * 32 * room.element_size() for e in range(3)]]
+    y = torch.ones(1, 10, 4).to(dtype)
+    m.bgmv_moe_shrink(y, x, w_ptr, tokens, experts, loras, stride, per_pair_input=per_pair)
+    want = torch.ones(1, 10, 4)
+    for p, t, e, l in pairs_of(tokens, experts, loras):
+        want[0, p] += a[0][l, e].float() @ x[p if per_pair else t].float()
+    torch.testing.assert_close(y.float(), want, atol=3e-2, rtol=3e-2)
+    m.bgmv_moe_shrink(y, x, torch.cat((w_ptr, w_ptr))[:1] * 0 + a[0].data_ptr() + torch.arange(3) * a[0].stride(1) * a[0].element_size(), tokens, experts, loras, a[0].stride(0), per_pair_input=per_pair)
+    torch.testing.assert_close(y.float(), 2 * want - 1, atol=6e-2, rtol=6e-2)
+    if wide == I32:
+        # Of a larger tensor: adapters are further apart.
+        b = [torch.cat((t, t), 1)[:, :3] for t in b]
+    tables = torch.zeros(2, 3, dtype=I64)
+    for s in (0, 1):
+        stride = m.fill_w_ptr(tables, b[s], 3, s)
+    x = torch.randn(2, 10, 4).to(dtype)
+    starts, out = torch.tensor([26, 0]), torch.ones(5 if finalize else 10, 50)
+    m.bgmv_moe_expand(out, x, tables, tokens, experts, weights, loras, starts, [24, 24], stride, finalize=finalize)
+    want = torch.ones_like(out)
+    for p, t, e, l in pairs_of(tokens, experts, loras):
+        for s, at in ((0, 26), (1, 0)):
+            part = b[s][l, e].float() @ x[s, p].float()
+            if finalize:
+                want[t, at:at + 24] += weights[p] * part
+            else:
+                want[p, at:at + 24] = part
+    torch.testing.assert_close(out, want, atol=1e-4, rtol=1e-4)
+    # Written since: read anew.
+    tables[0].copy_(tables[1])
+    m.bgmv_moe_expand(out, x, tables, tokens, experts, weights, loras, torch.tensor([0]), [10], stride, finalize=False) if not finalize else None
+    tables[0, 1] += 3
+    with pytest.raises(ValueError, match="evenly apart"):
+        m.bgmv_moe_expand(out, x, tables, tokens, experts, weights, loras, starts, [24, 24], stride)
+
+
 @pytest.mark.parametrize("api,arg,i", rows())
 def test_one_argument(api, arg, i):
     base, varied, _, ignored = CASES[api]
@@ -574,9 +708,9 @@ ELSEWHERE = {
     "test_sampling.py": "sampling logits_processor", "test_tokens.py": "page quantization gemm rope", "test_jit.py": "jit", "test_tools.py": "testing fi_trace",
     "test_package.py": "utils",
 }
-#: Constants and questions without arguments that matter.
+#: Constants and questions without arguments that matter, and what has a test of its own here.
 PLAIN = {"topk.TopKTieBreak", "topk.can_implement_filtered_topk", "fused_moe.has_bgmv_moe", "fused_moe.has_monomoe", "fused_moe.get_scratchpad_size_bytes",
-         "fused_moe.alloc_scratchpad", "fused_moe.interleave_for_tma_wgmma_up", "fused_moe.cutlass_fused_moe_workspace_size", "fused_moe.max_num_padded_tokens"}
+         "fused_moe.alloc_scratchpad", "fused_moe.bgmv_moe_shrink", "fused_moe.bgmv_moe_expand", "fused_moe.fill_w_ptr", "fused_moe.interleave_for_tma_wgmma_up", "fused_moe.cutlass_fused_moe_workspace_size", "fused_moe.max_num_padded_tokens"}
 
 
 def test_every_argument_is_varied():
@@ -592,7 +726,7 @@ def test_every_argument_is_varied():
 
 def test_plain_ones():
     m = fi.fused_moe
-    assert m.has_monomoe() and not m.has_bgmv_moe() and m.get_scratchpad_size_bytes() == m.alloc_scratchpad("cpu").numel() == 0
+    assert m.has_monomoe() and m.has_bgmv_moe() and m.get_scratchpad_size_bytes() == m.alloc_scratchpad("cpu").numel() == 0
     w = torch.randn(2, 4, 4)
     assert m.interleave_for_tma_wgmma_up(w) is w and m.max_num_padded_tokens(10, 2, 8, 4) == (8 + 12 // 4) * 4
     assert m.cutlass_fused_moe_workspace_size(8, 64, 32, 4, 2, x_dtype=BF16, weight_dtype=BF16) == 0
@@ -609,6 +743,15 @@ def test_refusals():
     for api, change, what in cases:
         with pytest.raises(NotImplementedError, match=what):
             called(api, {**CASES[api][0](), **change})
+    for name in ("use_nvfp4", "use_mxfp8"):
+        for api in ("gate_residual_layernorm_gamma_beta", "gate_residual_layernorm_scale_shift", "residual_layernorm_scale_shift"):
+            with pytest.raises(NotImplementedError, match=f"{name}=True is for Blackwell"):
+                called(f"norm.fused_dit_{api}", {**CASES[f"norm.fused_dit_{api}"][0](), name: True})
+    with pytest.raises(ValueError, match="input has shape"):
+        called("norm.fused_dit_residual_layernorm_scale_shift", {n: DIT(BF16, 3, 48) for n in ("input", "scale", "shift")})
+    for change in (dict(num_fused_shared_experts=2), dict(num_fused_shared_experts=1, routed_scaling_factor=0.0)):
+        with pytest.raises(ValueError, match="must be"):
+            called("fused_moe.hash_topk", {**CASES["fused_moe.hash_topk"][0](), **change})
     with pytest.raises(ValueError, match="channels"):
         called("norm.fused_qk_rmsnorm_rope", {**CASES["norm.fused_qk_rmsnorm_rope"][0](), "num_frame_channels": 20})
     with pytest.raises(ValueError, match="multiple of"):

@@ -116,11 +116,171 @@ def test_what_cannot_be_captured_says_so(device):
     if device == "cpu":
         pytest.skip("nothing is captured")
     indptr = torch.tensor([0, 3], dtype=I32)
-    wrapper = fi.BatchPrefillWithRaggedKVCacheWrapper(
-        torch.empty(1, dtype=torch.uint8), "NHD", True, indptr.clone(), indptr.clone())
-    wrapper.plan(indptr, indptr, HEADS, KV_HEADS, DIM, q_data_type=BF16, kv_data_type=BF16)
-    q, kv = torch.randn(3, HEADS, DIM).to(BF16), torch.randn(3, KV_HEADS, DIM).to(BF16)
-    wrapper.run(q, kv, kv)
-    with pytest.raises(NotImplementedError, match="RaggedKVCacheWrapper cannot be captured"):
+    one = torch.tensor([1], dtype=I32)
+    wrapper = fi.MultiLevelCascadeAttentionWrapper(1, torch.empty(1, dtype=torch.uint8), "NHD", True)
+    wrapper.plan([indptr], [one * 0 + torch.tensor([0, 1], dtype=I32)], [one * 0], [one * 9], HEADS, KV_HEADS, DIM, PAGE, q_data_type=BF16)
+    q, cache = torch.randn(3, HEADS, DIM).to(BF16), torch.randn(1, 2, PAGE, KV_HEADS, DIM).to(BF16)
+    wrapper.run(q, cache)
+    with pytest.raises(NotImplementedError, match="CascadeAttentionWrapper cannot be captured"):
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            wrapper.run(q, kv, kv)
+            wrapper.run(q, cache)
+
+
+def sums(lens):
+    return torch.tensor([0, *torch.tensor(lens).cumsum(0).tolist()], dtype=I32, device="cpu")
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_captured_ragged_run_follows_the_plan(device, masked):
+    buffers = [torch.zeros(4, dtype=I32), torch.zeros(4, dtype=I32), torch.zeros(4000, dtype=torch.uint8), torch.zeros(4, dtype=I32)]
+    wrapper = fi.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(1, dtype=torch.uint8), "NHD", True, *buffers)
+    q, k, v = torch.randn(60, HEADS, DIM).to(BF16), torch.randn(600, KV_HEADS, DIM).to(BF16), torch.randn(600, KV_HEADS, DIM).to(BF16)
+    out, masks = torch.empty_like(q), []
+
+    def plan(qo, kv):
+        masks[:] = [torch.rand(a, b) < 0.6 for a, b in zip(qo, kv)]
+        flat = torch.cat([m.flatten() for m in masks]) if masked else None
+        wrapper.plan(sums(qo), sums(kv), HEADS, KV_HEADS, DIM, custom_mask=flat, causal=True, q_data_type=BF16, kv_data_type=BF16)
+
+    # Of all rows that are captured; later batches have as many or fewer.
+    plan([20, 20, 20], [200, 200, 200])
+    replay = recorded(device, lambda: wrapper.run(q, k, v, out=out))
+    for qo, kv in (([20, 20, 20], [200, 200, 200]), ([20, 30, 10], [20, 300, 64]), ([17, 18, 19], [400, 18, 100])):
+        if device == "cpu" and (sum(qo), sum(kv)) != (60, 600):
+            continue  # What runs one by one has the rows of its tensors.
+        q.copy_(torch.randn_like(q)), out.fill_(float("nan"))
+        plan(qo, kv)
+        replay()
+        ends, starts = sums(qo).tolist(), sums(kv).tolist()
+        for r in range(3):
+            rows, at = slice(ends[r], ends[r + 1]), slice(starts[r], starts[r + 1])
+            seen = masks[r] if masked else visible(qo[r], kv[r], True)
+            torch.testing.assert_close(out[rows].float(), attention(q[rows], k[at], v[at], mask=seen)[0], atol=2e-2, rtol=2e-2)
+    with pytest.raises(ValueError, match="batch size is fixed"):
+        wrapper.plan(sums([1]), sums([1]), HEADS, KV_HEADS, DIM)
+    if device == "cuda":
+        with pytest.raises(ValueError, match="as were captured"):
+            plan([20, 21, 20], [200, 200, 200])
+
+
+def test_captured_masks_are_those_of_the_plan(device):
+    """A mask of a paged batch lies in the buffers of the constructor, which captured runs read."""
+    buffers = [torch.zeros(n, dtype=I32) for n in (3, 3, POOL, 2)]
+    bits = [torch.zeros(2000, dtype=torch.uint8), torch.zeros(3, dtype=I32)]
+    wrapper = fi.BatchPrefillWithPagedKVCacheWrapper(torch.empty(1, dtype=torch.uint8), "NHD", True, *buffers, *bits)
+    cache, q = torch.randn(POOL, 2, PAGE, KV_HEADS, DIM).to(BF16), torch.randn(8, HEADS, DIM).to(BF16)
+    out, now = torch.empty_like(q), {}
+
+    def plan(lens):
+        pages = [-(-n // PAGE) for n in lens]
+        now.update(lens=lens, ids=torch.randperm(POOL, device="cpu")[: sum(pages)].to(I32), masks=[torch.rand(4, n) < 0.6 for n in lens], indptr=sums(pages))
+        last = torch.tensor([(n - 1) % PAGE + 1 for n in lens], dtype=I32, device="cpu")
+        wrapper.plan(sums([4, 4]), now["indptr"], now["ids"].to(q.device), last, HEADS, KV_HEADS, DIM, PAGE, custom_mask=torch.cat([m.flatten() for m in now["masks"]]),
+                     q_data_type=BF16, kv_data_type=BF16)
+
+    plan([30, 5])
+    replay = recorded(device, lambda: wrapper.run(q, cache, out=out))
+    for lens in ([30, 5], [100, 200], [7, 300]):
+        q.copy_(torch.randn_like(q)), out.fill_(float("nan"))
+        plan(lens)
+        replay()
+        ends = now["indptr"].tolist()
+        for r, n in enumerate(lens):
+            ids = now["ids"][ends[r] : ends[r + 1]].long().to(q.device)
+            k, v = (cache[ids, i].reshape(-1, KV_HEADS, DIM)[:n] for i in (0, 1))
+            rows = slice(4 * r, 4 * r + 4)
+            torch.testing.assert_close(out[rows].float(), attention(q[rows], k, v, mask=now["masks"][r])[0], atol=2e-2, rtol=2e-2)
+    for given, match in ((bits[:1], "mask_indptr_buf should"), ((), "custom_mask_buf should"), ((torch.zeros(3, dtype=torch.uint8), bits[1]), "expected at most 3")):
+        wrapper = fi.BatchPrefillWithPagedKVCacheWrapper(torch.empty(1, dtype=torch.uint8), "NHD", True, *buffers, *given)
+        with pytest.raises(ValueError, match=match):
+            plan([30, 5])
+
+
+class Latent:
+    """A wrapper of latent attention of three requests with buffers, and its plan for any lengths."""
+
+    def __init__(self, heads, rows, causal):
+        self.heads, self.rows, self.causal = heads, rows, causal
+        self.cache = torch.randn(POOL, PAGE, 576).to(BF16)
+        buffers = [torch.zeros(n, dtype=I32) for n in (4, 4, POOL, 3)]
+        self.wrapper = fi.BatchMLAPagedAttentionWrapper(torch.empty(1, dtype=torch.uint8), True, *buffers)
+        self.q = torch.randn(3 * rows, heads, 576).to(BF16)
+        self.out, self.lse = torch.empty(3 * rows, heads, 512, dtype=BF16), torch.empty(3 * rows, heads)
+
+    def plan(self, lens):
+        pages = [-(-n // PAGE) for n in lens]
+        self.lens, self.ids = lens, torch.randperm(POOL, device="cpu")[: sum(pages)].to(I32)
+        host = lambda values: torch.tensor(values, dtype=I32, device="cpu")
+        self.indptr = [0, pages[0], sum(pages[:2]), sum(pages)]
+        self.wrapper.plan(host([i * self.rows for i in range(4)]), host(self.indptr), self.ids.to(self.q.device), host(lens),
+                          self.heads, 512, 64, PAGE, self.causal, 0.1, BF16, BF16)
+
+    def run(self):
+        self.wrapper.run(self.q[..., :512], self.q[..., 512:], self.cache[..., :512], self.cache[..., 512:], out=self.out,
+                         lse=self.lse, return_lse=True)
+
+    def check(self):
+        for r, n in enumerate(self.lens):
+            ids = self.ids[self.indptr[r] : self.indptr[r + 1]].long().to(self.q.device)
+            k = self.cache[ids].reshape(-1, 1, 576)[:n]
+            rows = slice(r * self.rows, (r + 1) * self.rows)
+            want, lse = attention(self.q[rows], k, k[..., :512], 0.1, visible(self.rows, n, self.causal))
+            torch.testing.assert_close(self.out[rows].float(), want, atol=4e-2, rtol=4e-2)
+            torch.testing.assert_close(self.lse[rows], lse, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("heads,rows,causal", [(128, 1, False), (16, 1, False), (16, 1, True), (128, 2, True), (16, 5, True), (3, 1, False)])
+@pytest.mark.parametrize("side", [False, True])
+def test_captured_latent_attention_follows_the_plan(device, heads, rows, causal, side):
+    step = Latent(heads, rows, causal)
+    # Nothing is cut at first, and nothing merged: later it is.
+    step.plan([5, 5, 5])
+    replay = recorded(device, step.run)
+    stream = torch.cuda.Stream() if side and device == "cuda" else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for lens in ([5, 5, 5], [16, 17, 512], [700, 64, 5], [200, 201, 202], [6, 6, 6]):
+            step.q.copy_(torch.randn_like(step.q))
+            step.out.fill_(float("nan")), step.lse.fill_(float("nan"))
+            if stream is not None:
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    step.plan(lens)
+                    replay()
+                torch.cuda.current_stream().wait_stream(stream)
+            else:
+                step.plan(lens)
+                replay()
+            step.check()
+
+
+def test_latent_plans_of_engines_stay_in_graphs(device):
+    """SGLang plans by ``_cached_module.plan`` with lengths that it has on the host, and ignores what it returns."""
+    step = Latent(16, 1, False)
+    step.plan([5, 5, 5])
+    replay, wrapper = recorded(device, step.run), step.wrapper
+    for lens in ([300, 17, 64], [40, 500, 2]):
+        pages = [-(-n // PAGE) for n in lens]
+        step.lens, step.indptr = lens, [0, pages[0], sum(pages[:2]), sum(pages)]
+        step.ids = torch.randperm(POOL, device="cpu")[: sum(pages)].to(I32)
+        wrapper._kv_indices_buf[: len(step.ids)].copy_(step.ids)
+        host = lambda values: torch.tensor(values, dtype=I32, device="cpu")
+        wrapper._kv_indptr_buf.copy_(host(step.indptr)), wrapper._kv_len_arr_buf.copy_(host(lens))
+        wrapper._cached_module.plan(wrapper._float_workspace_buffer, wrapper._int_workspace_buffer, wrapper._pin_memory_int_workspace_buffer,
+                                    host([0, 1, 2, 3]), host(step.indptr), host(lens), 16, 512, False)
+        step.out.fill_(float("nan")), step.lse.fill_(float("nan"))
+        replay()
+        step.check()
+
+
+def test_latent_buffers_are_checked():
+    buffers = [torch.zeros(n, dtype=I32) for n in (4, 4, 8, 3)]
+    for missing in range(4):
+        given = [None if i == missing else b for i, b in enumerate(buffers)]
+        with pytest.raises(ValueError, match="should be a torch.Tensor"):
+            fi.BatchMLAPagedAttentionWrapper(torch.empty(1), True, *given)
+    wrapper = fi.BatchMLAPagedAttentionWrapper(torch.empty(1), True, *buffers)
+    rest = (4, 512, 64, PAGE, False, 0.1, BF16, BF16)
+    for sizes, match in (((4, 4, 9, 3), "kv_indices is 9"), ((3, 3, 4, 2), "qo_indptr is 3"), ((4, 4, 4, 2), "kv_len_arr is 2")):
+        with pytest.raises(ValueError, match=match):
+            wrapper.plan(*(torch.zeros(n, dtype=I32) for n in sizes), *rest)

@@ -327,3 +327,163 @@ def test_sglang_sampler_and_norms():
     fi.norm.fused_add_rmsnorm(x, residual, weight, 1e-6)
     close(residual, total.to(BF16))
     close(x, norm(total, weight.float()))
+
+
+# What is left of the two engines' tables: each call with the arguments they give it.
+
+def table(rows, dim):
+    """Cosines and sines of places, ``[rows, dim]``."""
+    angles = torch.arange(rows)[:, None] * 1e4 ** (-torch.arange(0, dim, 2) / dim)
+    return torch.cat((angles.cos(), angles.sin()), -1)
+
+
+def test_vllm_batch_invariant_plans():
+    """Fixed splits for prefill, none for decode: a request's bits do not depend on its neighbours."""
+    pages = Pages([300, 40], 16, 2, 64, BF16)
+    q, qo = torch.randn(6, 8, 64).to(BF16), i32(0, 4, 6)
+    wrapper = fi.BatchPrefillWithPagedKVCacheWrapper(torch.empty(1, dtype=torch.uint8), "NHD")
+    alone = fi.BatchPrefillWithPagedKVCacheWrapper(torch.empty(1, dtype=torch.uint8), "NHD")
+    for split in (dict(fixed_split_size=4, disable_split_kv=False), dict(fixed_split_size=2048, disable_split_kv=True)):
+        rest = dict(num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, page_size=16, causal=True, q_data_type=BF16, kv_data_type=BF16, **split)
+        wrapper.plan(qo.cpu(), pages.indptr.cpu(), pages.indices, pages.last.cpu(), **rest)
+        got = wrapper.run(q, pages.cache)
+        close(got, requests(q, qo, pages)[0])
+        first = int(pages.indptr[1])
+        alone.plan(i32(0, 2).cpu(), (pages.indptr[1:] - first).cpu(), pages.indices[first:], pages.last[1:].cpu(), **rest)
+        assert torch.equal(alone.run(q[4:], pages.cache), got[4:])
+
+
+def test_vllm_rope_and_experts():
+    positions, cache = torch.tensor([0, 7, 3]), table(16, 64)
+    query, key = torch.randn(3, 4 * 64).to(BF16), torch.randn(3, 64).to(BF16)
+    before = query.clone(), key.clone()
+    fi.rope.apply_rope_with_cos_sin_cache_inplace(positions=positions, query=query, key=key, head_size=64, cos_sin_cache=cache, is_neox=True)
+    for got, x in zip((query, key), before):
+        x = x.float().view(3, -1, 64)
+        c, s = (t[positions][:, None] for t in cache.chunk(2, -1))
+        a, b = x.chunk(2, -1)
+        close(got.view(3, -1, 64), torch.cat((a * c - b * s, b * c + a * s), -1).to(BF16))
+    hidden, inter, experts, top_k = 64, 32, 4, 2
+    x, out = torch.randn(5, hidden).to(BF16) / 4, torch.full((5, hidden), math.nan).to(BF16)
+    ids, scales = torch.randint(0, experts, (5, top_k), dtype=I32), torch.rand(5, top_k)
+    w1, w2 = torch.randn(experts, 2 * inter, hidden).to(BF16) / 4, torch.randn(experts, hidden, inter).to(BF16) / 4
+    fi.fused_moe.cutlass_fused_moe(
+        input=x, token_selected_experts=ids.to(torch.int), token_final_scales=scales, fc1_expert_weights=w1, fc2_expert_weights=w2, output_dtype=BF16, quant_scales=None, input_sf=None,
+        tp_size=1, tp_rank=0, ep_size=1, ep_rank=0, output=out, activation_type=fi.fused_moe.ActivationType.Swiglu, use_deepseek_fp8_block_scale=False, use_w4_group_scaling=False, tune_max_num_tokens=16)
+    want = torch.zeros(5, hidden)
+    for t in range(5):
+        for e, w in zip(ids[t].tolist(), scales[t]):
+            up, gate = (w1[e].float() @ x[t].float()).chunk(2)
+            want[t] += w * (w2[e].float() @ (torch.nn.functional.silu(gate) * up).to(BF16).float())
+    close(out, want.to(BF16))
+    with fi.autotuner.autotune(True):
+        fi.autotuner.AutoTuner.get().clear_cache()
+
+
+def test_sglang_decode_bound_to_the_fast_plan():
+    """``wrapper.begin_forward = functools.partial(fast_decode_plan, wrapper)``, with offsets that are on the host already."""
+    heads, kv_heads, dim = 8, 2, 64
+    buffers = [torch.zeros(n, dtype=I32) for n in (3, 100, 2)]
+    wrapper = fi.BatchDecodeWithPagedKVCacheWrapper(torch.empty(1), "NHD", use_cuda_graph=True, use_tensor_cores=True, paged_kv_indptr_buffer=buffers[0],
+                                                    paged_kv_indices_buffer=buffers[1], paged_kv_last_page_len_buffer=buffers[2], backend="fa2")
+    first = Pages([33, 20], 1, kv_heads, dim, BF16)
+    wrapper.begin_forward(first.indptr, first.indices[:-1], first.last, heads, kv_heads, dim, 1, data_type=BF16, q_data_type=BF16, non_blocking=True)
+    wrapper.begin_forward = functools.partial(fi.decode.fast_decode_plan, wrapper)
+    for lens in ([50, 7], [1, 60]):
+        pages = Pages(lens, 1, kv_heads, dim, BF16)
+        wrapper.begin_forward(pages.indptr, pages.indices[:-1], pages.last, heads, kv_heads, dim, 1, data_type=BF16, q_data_type=BF16, non_blocking=True, fixed_split_size=None,
+                              disable_split_kv=False, global_override_indptr_cpu=pages.indptr.cpu())
+        q = torch.randn(2, heads, dim).to(BF16)
+        close(wrapper.forward(q, pages.cache, sm_scale=0.2, logits_soft_cap=0.0, k_scale=1.0, v_scale=1.0), requests(q, i32(0, 1, 2), pages, sm_scale=0.2)[0])
+
+
+def test_sglang_multi_item_prefill():
+    """Items behind one prefix, scored in one pass: the arguments that ``begin_forward`` has for them."""
+    heads, kv_heads, dim, prefix, items = 8, 2, 64, 9, (3, 4)
+    total = prefix + sum(items) + len(items) + 1
+    place = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 4, 0], dtype=torch.uint16)[: total - prefix]
+    pages = Pages([total], 1, kv_heads, dim, BF16)
+    wrapper = fi.BatchPrefillWithPagedKVCacheWrapper(torch.empty(1), "NHD", backend="fa2")
+    qo = i32(0, total)
+    wrapper.begin_forward(qo, pages.indptr, pages.indices, pages.last, heads, kv_heads, dim, 1, causal=True, q_data_type=BF16, kv_data_type=BF16, custom_mask=None, non_blocking=True, fixed_split_size=None,
+                          prefix_len_ptr=torch.tensor([prefix], dtype=torch.uint32), token_pos_in_items_ptr=place, token_pos_in_items_len=len(place), max_item_len_ptr=torch.tensor([4], dtype=torch.uint16))
+    q = torch.randn(total, heads, dim).to(BF16)
+    k, v = pages.request(0)
+    mask = visible(total, total, True)
+    starts = torch.cat((torch.zeros(prefix), torch.tensor(place.tolist(), dtype=torch.float32))).int()
+    for i in range(prefix, total):
+        mask[i, prefix:] &= torch.arange(prefix, total) > i - int(starts[i])
+        mask[i, i] = starts[i] != 0 or bool(mask[i, i])
+    got = wrapper.forward(q, pages.cache, causal=True, sm_scale=0.2)
+    close(got[:prefix], attention(q, k, v, 0.2, mask)[0][:prefix])
+    inside = [i for i in range(prefix, total) if starts[i] > 0]
+    close(got[inside], attention(q, k, v, 0.2, mask)[0][inside])
+
+
+def test_sglang_products_routing_and_the_rest():
+    x = torch.randn(3, 256).to(BF16)
+    a, b = torch.randn(2, 7, 64), torch.randn(2, 16, 64)
+    a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
+    got = fi.bmm_fp8(a8, b8.transpose(1, 2), torch.tensor(0.5), torch.tensor(0.25), BF16, backend="cublas")
+    torch.testing.assert_close(got.float(), a8.float() @ b8.float().transpose(1, 2) / 8, atol=5e-2, rtol=2e-2)
+    w8, ws = fi.quantization.quantize_fp8(torch.randn(128, 256), (128, 128))
+    got = fi.gemm.fp8_blockscale_gemm_sm90(x, w8, None, ws, out_dtype=BF16)
+    torch.testing.assert_close(got.float(), x.float() @ fi.quantization.dequantize_fp8(w8, ws, (128, 128)).T, atol=0.2, rtol=2e-2)
+    w, out = torch.randn(128, 256).to(BF16), torch.empty(3, 128, dtype=BF16)
+    fi.gemm.tinygemm_bf16(x, w, out, None, use_pdl=True)
+    torch.testing.assert_close(out.float(), x.float() @ w.float().T, atol=0.2, rtol=2e-2)
+    scores, bias = torch.randn(3, 16), torch.randn(16)
+    values, ids = torch.empty(3, 4), torch.empty(3, 4, dtype=I32)
+    fi.fused_moe.fused_topk_deepseek(scores, bias, 4, 2, 4, 2.5, values, ids, True)
+    torch.testing.assert_close(values.sum(-1), torch.full((3,), 2.5))
+    logits, lens = torch.randn(3, 60), i32(60, 9, 30)
+    pages, of = torch.randperm(180).view(3, 60).int(), fi.top_k_page_table_transform
+    got = of(logits, pages, lens, 8)
+    for r in range(3):
+        want = {int(pages[r, i]) for i in logits[r, : lens[r]].topk(8).indices}
+        assert set(got[r].tolist()) == want
+    q_rope, k_rope, q_nope, k_nope = torch.randn(3, 4, 64).to(BF16), torch.randn(3, 64).to(BF16), torch.randn(3, 4, 512).to(BF16), torch.randn(3, 512).to(BF16)
+    rope_out, k_out, nope_out, kn_out = fi.rope.mla_rope_quantize_fp8(
+        q_rope=q_rope, k_rope=k_rope, q_nope=q_nope, k_nope=k_nope, cos_sin_cache=table(8, 64), pos_ids=torch.tensor([1, 2, 3]), is_neox=False, quantize_dtype=torch.float8_e4m3fn,
+        quant_scale_q=1.0, quant_scale_kv=1.0, enable_pdl=True)
+    assert rope_out.dtype == torch.float8_e4m3fn and torch.equal(kn_out.float(), k_nope.to(torch.float8_e4m3fn).float())
+    weight, residual, eps = torch.randn(256), torch.randn(3, 256), 1e-6
+    unit = lambda t: t / t.pow(2).mean(-1, keepdim=True).add(eps).sqrt() * weight
+    y, r = torch.zeros(3, 256).to(torch.float8_e4m3fn), residual.clone()
+    fi.norm.rmsnorm_quant(y, x.float(), weight, 0.5, eps)
+    torch.testing.assert_close(y.float(), unit(x.float()) / 0.5, atol=0.05, rtol=0.07)
+    fi.norm.fused_add_rmsnorm_quant(y, x.float(), r, weight, 0.5, eps)
+    torch.testing.assert_close(y.float(), unit(x.float() + residual) / 0.5, atol=0.05, rtol=0.07)
+    torch.testing.assert_close(fi.norm.layernorm(x.float(), weight, weight, eps), torch.layer_norm(x.float(), (256,), weight, weight, eps), atol=1e-4, rtol=1e-4)
+    assert len(fi.testing.bench_gpu_time(lambda: None, dry_run_iters=1, repeat_iters=2)) == 2
+
+
+def test_sglang_vision():
+    """Images one after another, offsets in elements, padded by requests of no tokens; the log-sum-exps are thrown away."""
+    heads, dim, lens = 4, 64, [5, 9, 0, 0]
+    q, k, v = (torch.randn(14, heads, dim).to(BF16) for _ in range(3))
+    ends = torch.tensor([0, 5, 14, 14, 14], dtype=I32) * heads * dim
+    each = torch.tensor(lens, dtype=I32).view(4, 1, 1, 1)
+    from fir.flashinfer.prefill import cudnn_batch_prefill_with_kv_cache
+
+    out, _ = cudnn_batch_prefill_with_kv_cache(
+        q, k, v, dim**-0.5, torch.empty(1, dtype=torch.uint8), max_token_per_sequence=16, max_sequence_kv=16, actual_seq_lens_q=each, actual_seq_lens_kv=each, causal=False, return_lse=True,
+        batch_offsets_q=ends.view(5, 1, 1, 1), batch_offsets_k=ends.view(5, 1, 1, 1), batch_offsets_v=ends.view(5, 1, 1, 1), batch_offsets_o=ends.view(5, 1, 1, 1), is_cuda_graph_compatible=True)
+    for a, b in ((0, 5), (5, 14)):
+        close(out[a:b], attention(q[a:b], k[a:b], v[a:b])[0])
+
+
+def test_sglang_trtllm_mha():
+    """``trtllm_mha`` on Hopper: decode by xqa, prefill by fmha_v2, both over padded tables."""
+    pages = Pages([33, 20], 16, 2, 64, BF16, "HND")
+    table_ = torch.zeros(2, 3, dtype=I32)
+    for r in (0, 1):
+        ids = pages.indices[pages.indptr[r]:pages.indptr[r + 1]]
+        table_[r, : len(ids)] = ids
+    cache, qd = torch.stack(pages.cache, 1), torch.randn(2, 8, 64).to(BF16)
+    got = fi.decode.trtllm_batch_decode_with_kv_cache(query=qd, kv_cache=pages.cache, workspace_buffer=torch.empty(1), block_tables=table_, seq_lens=pages.lens, max_seq_len=64, bmm1_scale=0.2, bmm2_scale=1.0,
+                                                      window_left=-1, sinks=None, out_dtype=BF16)
+    close(got, requests(qd, i32(0, 1, 2), pages, sm_scale=0.2)[0])
+    q, qo = torch.randn(6, 8, 64).to(BF16), i32(0, 4, 6)
+    got = fi.prefill.trtllm_fmha_v2_prefill((q, cache), "Q_PAGED_KV_HND", torch.empty(1), pages.lens, 4, 33, 0.2, 1.0, 2, qo, i32(0, 33, 53), block_tables=table_, out_dtype=BF16, mask_mode="causal", window_left=-1)
+    close(got, requests(q, qo, pages, sm_scale=0.2)[0])

@@ -1,13 +1,17 @@
 //! Quantization, products of matrices, mixtures of experts.
+#![allow(unsafe_code)]
 
 use fir::gemm::{self as products, GroupedArgs, Scaled};
-use fir::moe::{self, FfnArgs, Gate, Groups, RouteArgs, Routing, Score};
+use fir::lora::{self, AdaptArgs, RowOf};
+use fir::moe::{self, FfnArgs, Gate, Groups, RouteArgs, Routing, Score, TableRouteArgs};
 use fir::quantize::{self, BitOrder, Block};
+use fir::tensor::Place;
 use fir::{DType, Ragged};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use super::{Arg, prepare, run};
+use crate::error::to_py;
 use crate::values::ragged;
 
 /// `(rows, columns)` that share a scale; 0 for all of them.
@@ -33,7 +37,7 @@ fn packbits(py: Python<'_>, mut x: Arg, bitorder: &str, mut out: Arg) -> PyResul
 /// Offsets of the packed segments.
 #[pyfunction]
 fn packed_indptr(indptr: Arg) -> PyResult<Vec<i32>> {
-    let packed = quantize::packed_indptr(&ragged(&indptr, "indptr")?).map_err(crate::error::to_py)?;
+    let packed = quantize::packed_indptr(&ragged(&indptr, "indptr")?).map_err(to_py)?;
     Ok(packed.indptr().to_vec())
 }
 
@@ -201,6 +205,97 @@ fn moe_route(
     })
 }
 
+/// Weighs the experts that a table names for each token. `shared`: the weight of one more, or None.
+#[pyfunction]
+#[expect(clippy::too_many_arguments, reason = "the library's own")]
+fn moe_route_by_table(
+    py: Python<'_>,
+    mut logits: Arg,
+    mut tokens: Arg,
+    mut table: Arg,
+    shared: Option<f32>,
+    mut ids: Arg,
+    mut weights: Arg,
+) -> PyResult<()> {
+    let exec = prepare(py, &mut [&mut logits, &mut tokens, &mut table], &[&ids, &weights])?;
+    run(py, || {
+        let (logits, tokens, table) = (logits.view()?, tokens.view()?, table.view()?);
+        let (ids, weights) = (ids.view_mut()?, weights.view_mut()?);
+        moe::route_by_table(&exec, TableRouteArgs { logits, tokens, table, shared, ids, weights })
+    })
+}
+
+/// Matrices of adapters: a tensor, or an address of the caller's with the sizes `(experts, outputs, inputs)` and the strides
+/// `(adapters, experts)`; there are as many adapters as are asked for.
+#[derive(FromPyObject)]
+enum Matrices {
+    Tensor(Arg),
+    At(usize, (i64, i64, i64), (i64, i64)),
+}
+
+/// Multiplies each pair's row by the matrix of its token's adapter for its expert. Rows of `x` and of `out` are of tokens, or
+/// of pairs.
+#[pyfunction]
+#[expect(clippy::too_many_arguments, reason = "the library's own")]
+fn adapt(
+    py: Python<'_>,
+    mut x: Arg,
+    x_of_tokens: bool,
+    matrices: Matrices,
+    mut tokens: Arg,
+    mut experts: Arg,
+    mut adapters: Arg,
+    factors: Option<Arg>,
+    add: bool,
+    mut out: Arg,
+    out_of_tokens: bool,
+) -> PyResult<()> {
+    let exec = prepare(py, &mut [&mut x, &mut tokens, &mut experts, &mut adapters], &[&out])?;
+    let matrices = match matrices {
+        Matrices::Tensor(tensor) => tensor,
+        Matrices::At(address, (experts, outputs, inputs), (by_adapter, by_expert)) => {
+            // Nobody knows how many there are; a device's kernel looks at those that are named, and so does a CPU's.
+            let count = match adapters.place()? {
+                Place::Host => host_ids(&adapters)?.into_iter().max().map_or(1, |most| most.saturating_add(1).max(1)),
+                _ => 1 << 20,
+            };
+            let (shape, strides) = ([count, experts, outputs, inputs], [by_adapter, by_expert, inputs, 1]);
+            // SAFETY: the caller's promise, as the address is the caller's.
+            unsafe { x.at(address, shape, strides) }?
+        }
+    };
+    let of = |tokens| if tokens { RowOf::Token } else { RowOf::Pair };
+    run(py, || {
+        let args = AdaptArgs {
+            x: x.view()?,
+            x_of: of(x_of_tokens),
+            weights: matrices.view()?,
+            tokens: tokens.view()?,
+            experts: experts.view()?,
+            adapters: adapters.view()?,
+            factors: factors.as_ref().map(Arg::view).transpose()?,
+            add,
+            out: out.view_mut()?,
+            out_of: of(out_of_tokens),
+        };
+        lora::adapt(&exec, args)
+    })
+}
+
+/// Integers of a host tensor.
+fn host_ids(ids: &Arg) -> PyResult<Vec<i64>> {
+    let view = ids.view().map_err(to_py)?;
+    let all = match view.dtype() {
+        DType::I64 => {
+            view.typed::<i64>("adapt", "adapters").map(|x| x.layout().offsets().map(|i| x.data()[i]).collect())
+        }
+        _ => view
+            .typed::<i32>("adapt", "adapters")
+            .map(|x| x.layout().offsets().map(|i| i64::from(x.data()[i])).collect()),
+    };
+    all.map_err(to_py)
+}
+
 /// The weighted sum of what a token's experts make of it.
 #[pyfunction]
 #[pyo3(signature = (x, ids, weights, w_gate_up, w_down, out, gate="silu"))]
@@ -243,5 +338,7 @@ pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(batched_gemm, module)?)?;
     module.add_function(wrap_pyfunction!(grouped_gemm, module)?)?;
     module.add_function(wrap_pyfunction!(moe_route, module)?)?;
+    module.add_function(wrap_pyfunction!(moe_route_by_table, module)?)?;
+    module.add_function(wrap_pyfunction!(adapt, module)?)?;
     module.add_function(wrap_pyfunction!(moe_ffn, module)?)
 }

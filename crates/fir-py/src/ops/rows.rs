@@ -1,6 +1,7 @@
 //! Norms and activations: one row at a time.
 
-use fir::{activation, norm};
+use fir::norm::{ModulatedArgs, Modulation};
+use fir::{TensorRef, activation, norm};
 use pyo3::prelude::*;
 
 use super::{Arg, prepare, run};
@@ -76,6 +77,53 @@ fn layer_norm_quant(
     run(py, || norm::layer_norm_quant(&exec, x.view()?, gamma.view()?, beta.view()?, scale, eps, out.view_mut()?))
 }
 
+fn view(arg: &Option<Arg>) -> fir::Result<Option<TensorRef<'_>>> {
+    arg.as_ref().map(Arg::view).transpose()
+}
+
+/// A number, and what is added to it: for each element, for each column.
+#[derive(FromPyObject)]
+struct Term(f32, Option<Arg>, Option<Arg>);
+
+impl Term {
+    fn get(&self) -> fir::Result<Modulation<'_>> {
+        Ok(Modulation { plus: self.0, rows: view(&self.1)?, columns: view(&self.2)? })
+    }
+}
+
+#[pyfunction]
+#[expect(clippy::too_many_arguments, reason = "the library's own")]
+fn modulated_layer_norm(
+    py: Python<'_>,
+    mut x: Arg,
+    x_scale: Option<Arg>,
+    mut residual: Option<Arg>,
+    mut gate: Term,
+    mut scale: Term,
+    mut shift: Term,
+    eps: f32,
+    mut residual_out: Arg,
+    mut out: Arg,
+) -> PyResult<()> {
+    let mut inputs = vec![&mut x];
+    inputs.extend([&mut residual, &mut gate.1, &mut scale.1, &mut shift.1].into_iter().flatten());
+    let exec = prepare(py, &mut inputs, &[&residual_out, &out])?;
+    run(py, || {
+        let args = ModulatedArgs {
+            x: x.view()?,
+            x_scale: view(&x_scale)?,
+            residual: view(&residual)?,
+            gate: gate.get()?,
+            scale: scale.get()?,
+            shift: shift.get()?,
+            eps,
+            residual_out: residual_out.view_mut()?,
+            out: out.view_mut()?,
+        };
+        norm::modulated_layer_norm(&exec, args)
+    })
+}
+
 macro_rules! activations {
     ($($name:ident)*) => {$(
         #[pyfunction]
@@ -97,6 +145,7 @@ pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(rms_norm_quant, module)?)?;
     module.add_function(wrap_pyfunction!(fused_add_rms_norm_quant, module)?)?;
     module.add_function(wrap_pyfunction!(layer_norm_quant, module)?)?;
+    module.add_function(wrap_pyfunction!(modulated_layer_norm, module)?)?;
     module.add_function(wrap_pyfunction!(silu_and_mul, module)?)?;
     module.add_function(wrap_pyfunction!(gelu_and_mul, module)?)?;
     module.add_function(wrap_pyfunction!(gelu_tanh_and_mul, module)?)

@@ -7,9 +7,11 @@ use super::gemm::scaled::{ScaledProduct, products as scaled_products};
 use super::gemm::{Epilogue, Product, products};
 use super::math::{exp, sigmoid};
 use super::pool::RowsMut;
-use super::rows::{Rows, for_parts, parts_for, widen, widened, with_float};
+use super::rows::{Rows, WideRows, for_parts, parts_for, widen, widened, with_float};
+use super::sampling::read_ids;
 use super::vector::{Kernel, Lane, Vector};
-use crate::error::Result;
+use crate::args::TableRouteArgs;
+use crate::error::{Error, Result};
 use crate::routing::{Groups, Routing, Score};
 use crate::tensor::{DType, Element, Scaled, TensorMut, TensorRef};
 
@@ -34,6 +36,42 @@ pub(crate) fn route(cpu: &Cpu, op: &'static str, r: Route<'_>) -> Result<()> {
         cpu.pool().scatter(parts, |(ids, weights)| cpu.run(Choose { routing: r.routing, logits, bias, ids, weights }));
         Ok(())
     })
+}
+
+/// Ids by a table, and the weights of their logits.
+pub(crate) fn route_by_table(op: &'static str, r: TableRouteArgs<'_>) -> Result<()> {
+    let (vocabulary, experts) = (r.table.shape()[0], r.logits.shape()[1]);
+    let tokens = read_ids(op, "tokens", r.tokens)?;
+    let inside = |id: i64| usize::try_from(id).ok().filter(|&id| id < vocabulary);
+    if let Some(i) = tokens.iter().position(|&id| inside(id).is_none()) {
+        let want = format!("0 to {vocabulary} - 1, as the table has");
+        return Err(Error::value(op, "tokens", format!("{} at {i}", tokens[i]), want));
+    }
+    let table = Rows::<i32>::new(op, "table", r.table)?;
+    let named = |token: i64| table.row(token as usize);
+    for &token in &tokens {
+        if let Some(id) = named(token).iter().find(|&&id| usize::try_from(id).map_or(true, |id| id >= experts)) {
+            let want = format!("0 to {experts} - 1, as there are logits");
+            return Err(Error::value(op, "table", format!("{id} for token {token}"), want));
+        }
+    }
+    let logits = WideRows::new(op, "logits", r.logits)?;
+    let (mut ids, mut weights) =
+        (RowsMut::<i32>::new(op, "ids", r.ids)?, RowsMut::<f32>::new(op, "weights", r.weights)?);
+    for (t, &token) in tokens.iter().enumerate() {
+        let (ids, weights, named) = (ids.row(t), weights.row(t), named(token));
+        let mut sum = 0.0;
+        for ((id, weight), &expert) in ids.iter_mut().zip(&mut *weights).zip(named) {
+            let x = logits.at(t, expert as usize);
+            (*id, *weight) = (expert, (x.max(0.0) + (-x.abs()).exp().ln_1p()).sqrt());
+            sum += *weight;
+        }
+        weights[..named.len()].iter_mut().for_each(|w| *w /= sum);
+        if let Some(weight) = r.shared {
+            (ids[named.len()], weights[named.len()]) = (experts as i32, weight);
+        }
+    }
+    Ok(())
 }
 
 struct Choose<'a, T> {

@@ -244,6 +244,15 @@ impl<'a> WideRows<'a> {
         }
     }
 
+    /// Element `i` of row `r`.
+    pub(crate) fn at(&self, r: usize, i: usize) -> f32 {
+        match self {
+            Self::F32(x) => x.row(r)[i],
+            Self::F16(x) => x.row(r)[i].to_f32(),
+            Self::BF16(x) => x.row(r)[i].to_f32(),
+        }
+    }
+
     /// Row `r`, into as many elements.
     #[inline(always)]
     pub(crate) fn widen<V: Vector>(&self, v: V, r: usize, out: &mut [f32]) {

@@ -12,7 +12,8 @@ use super::nvrtc::{Job, Nvrtc};
 use super::params::{Params, Twin};
 use super::source::{self, Hash};
 use super::{
-    activation, attention, gemm, gemm_blocks, moe, norm, page, put, quantize, rope, sampling, speculative, tokens, topk,
+    activation, attention, gemm, gemm_blocks, lora, modulate, moe, norm, page, put, quantize, rope, sampling,
+    speculative, tokens, topk,
 };
 use crate::env;
 use crate::error::{Error, Result};
@@ -104,6 +105,8 @@ pub fn kernels() -> Vec<Source> {
         attention::kernels(),
         gemm::kernels(),
         gemm_blocks::kernels(),
+        lora::kernels(),
+        modulate::kernels(),
         moe::kernels(),
         norm::kernels(),
         page::kernels(),

@@ -22,6 +22,8 @@ pub(crate) mod exec;
 pub(crate) mod gemm;
 pub(crate) mod gemm_blocks;
 pub mod jit;
+pub(crate) mod lora;
+pub(crate) mod modulate;
 pub(crate) mod moe;
 pub(crate) mod norm;
 mod nvrtc;

@@ -11,6 +11,7 @@ use super::jit::Source;
 use super::norm::check_float;
 use super::params::{Address, params};
 use super::tokens::check_last_axis;
+use crate::args::TableRouteArgs;
 use crate::error::{Error, Result};
 use crate::routing::{Groups, Routing, Score};
 use crate::tensor::{DType, Scaled, TensorMut, TensorRef};
@@ -76,6 +77,34 @@ params! {
     }
 }
 
+params! {
+    struct TableParams = "fir::TableParams" {
+        logits: Address,
+        tokens: Address,
+        table: Address,
+        ids: Address,
+        weights: Address,
+        logits_stride: u64,
+        tokens_stride: u64,
+        table_stride: u64,
+        ids_stride: u64,
+        weights_stride: u64,
+        vocabulary: u64,
+        count: u32,
+        experts: u32,
+        top_k: u32,
+        logits_type: u32,
+        wide: u32,
+        has_shared: u32,
+        shared: f32,
+        unused: u32,
+    }
+}
+
+fn table_source() -> Source {
+    Source::new::<TableParams>("moe.cuh", "fir::route_by_table<>".into())
+}
+
 fn route_source() -> Source {
     Source::new::<RouteParams>("moe.cuh", "fir::route<>".into())
 }
@@ -89,7 +118,7 @@ fn combine_source() -> Source {
 }
 
 pub(super) fn kernels() -> Vec<Source> {
-    vec![route_source(), dispatch_source(), combine_source()]
+    vec![route_source(), table_source(), dispatch_source(), combine_source()]
 }
 
 /// Tokens of a block of `route`: a warp each.
@@ -162,6 +191,52 @@ pub(crate) fn route<'a>(gpu: &'a Gpu, op: &'static str, r: Route<'a>) -> Result<
     let kernel = gpu.kernel(route_source())?;
     let grid = Grid::new(params.tokens.div_ceil(ROUTED), 32 * ROUTED);
     call.launch(&kernel, Grid { smem: smem as u32, early: true, ..grid }, &params)?;
+    call.finish()
+}
+
+pub(crate) fn route_by_table<'a>(gpu: &'a Gpu, op: &'static str, r: TableRouteArgs<'a>) -> Result<()> {
+    check_float(op, "logits", r.logits.dtype())?;
+    let wide = match r.tokens.dtype() {
+        DType::I32 => 0,
+        DType::I64 => 1,
+        other => return Err(Error::DType { op, arg: "tokens", got: other.name(), want: "i32 or i64".into() }),
+    };
+    check_last_axis(op, "logits", r.logits.shape(), r.logits.strides())?;
+    check_last_axis(op, "table", r.table.shape(), r.table.strides())?;
+    check_last_axis(op, "ids", r.ids.shape(), r.ids.strides())?;
+    check_last_axis(op, "weights", r.weights.shape(), r.weights.strides())?;
+    let (tokens, top_k) = (r.tokens.shape()[0], r.table.shape()[1]);
+    for (arg, n) in [("tokens", tokens), ("top_k", top_k)] {
+        if n > i32::MAX as usize {
+            return Err(Error::value(op, arg, n, "at most 2^31 - 1 on CUDA"));
+        }
+    }
+    let mut params = TableParams {
+        logits_stride: r.logits.strides()[0] as u64,
+        tokens_stride: r.tokens.strides()[0] as u64,
+        table_stride: r.table.strides()[0] as u64,
+        ids_stride: r.ids.strides()[0] as u64,
+        weights_stride: r.weights.strides()[0] as u64,
+        vocabulary: r.table.shape()[0] as u64,
+        count: tokens as u32,
+        experts: r.logits.shape()[1] as u32,
+        top_k: top_k as u32,
+        logits_type: type_code(r.logits.dtype()),
+        wide,
+        has_shared: r.shared.is_some().into(),
+        shared: r.shared.unwrap_or(0.0),
+        ..bytemuck::Zeroable::zeroed()
+    };
+    let is_empty = r.ids.layout().is_empty();
+    let mut call = Call::new(gpu, op);
+    (params.logits, params.tokens) = (call.read("logits", r.logits)?, call.read("tokens", r.tokens)?);
+    params.table = call.read("table", r.table)?;
+    (params.ids, params.weights) = (call.write("ids", r.ids)?, call.write("weights", r.weights)?);
+    if !is_empty {
+        let grid = Grid::new(params.count.div_ceil(ROUTED), 32 * ROUTED);
+        let kernel = gpu.kernel(table_source())?;
+        call.launch(&kernel, Grid { early: true, ..grid }, &params)?;
+    }
     call.finish()
 }
 

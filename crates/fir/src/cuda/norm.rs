@@ -107,7 +107,7 @@ pub(super) fn check_float(op: &'static str, arg: &'static str, dtype: DType) -> 
 /// Threads of a row and the chunks of 16 bytes that each keeps. By the row's length alone, so that its sums are taken in
 /// one order whatever is beside it. Two or four chunks rather than more threads: a multiprocessor holds 2048 threads, and
 /// needs some 64 KiB on their way to keep the memory busy.
-fn threads(chunks: usize) -> (u32, u32) {
+pub(super) fn threads(chunks: usize) -> (u32, u32) {
     match chunks {
         ..=32 => (chunks.next_power_of_two() as u32, 1),
         33..=64 => (32, 2),
@@ -120,7 +120,7 @@ fn threads(chunks: usize) -> (u32, u32) {
 }
 
 /// Threads of a block of several rows.
-const BLOCK: u32 = 256;
+pub(super) const BLOCK: u32 = 256;
 
 /// `out = norm(x)`, or `residual += x; out = norm(residual)` without rounding in between.
 pub(crate) fn norm<'a>(

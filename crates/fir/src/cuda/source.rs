@@ -38,6 +38,8 @@ pub(crate) const FILES: &[(&str, &str)] = &[
     ("gemm_any.cuh", include_str!("../../kernels/gemm_any.cuh")),
     ("gemm_blocks.cuh", include_str!("../../kernels/gemm_blocks.cuh")),
     ("gemm_common.cuh", include_str!("../../kernels/gemm_common.cuh")),
+    ("lora.cuh", include_str!("../../kernels/lora.cuh")),
+    ("modulate.cuh", include_str!("../../kernels/modulate.cuh")),
     ("moe.cuh", include_str!("../../kernels/moe.cuh")),
     ("norm.cuh", include_str!("../../kernels/norm.cuh")),
     ("page.cuh", include_str!("../../kernels/page.cuh")),

@@ -34,6 +34,7 @@
 //! ```
 
 use super::gemm::bind_scaled;
+pub use crate::args::TableRouteArgs;
 use crate::cpu;
 use crate::cpu::moe::{Ffn, Route};
 #[cfg(feature = "cuda")]
@@ -97,6 +98,43 @@ pub fn route(exec: &Exec, routing: Routing, args: RouteArgs<'_>) -> Result<()> {
         Exec::Cpu(cpu) => cpu::moe::route(cpu, OP, Route { routing, logits, bias, ids, weights }),
         #[cfg(feature = "cuda")]
         Exec::Cuda(gpu) => cuda::moe::route(gpu, OP, cuda::moe::Route { routing, logits, bias, ids, weights }),
+    }
+}
+
+/// Weighs experts that a table names for each token of the vocabulary.
+///
+/// `ids[t] = table[tokens[t]]`, `weights[t, j] = s_j / Σ_j s_j`, `s_j = sqrt(log(1 + e^logits[t, ids[t, j]]))`; with `shared`,
+/// after them an expert of the number of `experts` and of that weight
+///
+/// Numbers that are on a device nobody looks at before the kernel does: a token past the table, or an expert past the logits,
+/// has id -1 and weight 0 there.
+pub fn route_by_table(exec: &Exec, args: TableRouteArgs<'_>) -> Result<()> {
+    const OP: &str = "route_by_table";
+    let mut dims = Dims::of(OP);
+    dims.bind("logits", &args.logits, &["tokens", "experts"])?.bind("tokens", &args.tokens, &["tokens"])?;
+    dims.bind("table", &args.table, &["vocabulary", "top_k"])?;
+    let slots = dims.get("top_k") + usize::from(args.shared.is_some());
+    dims.axis("table", "slots", slots)?;
+    dims.bind("ids", &args.ids, &["tokens", "slots"])?.bind("weights", &args.weights, &["tokens", "slots"])?;
+    for (arg, got, want) in [
+        ("table", args.table.dtype(), DType::I32),
+        ("ids", args.ids.dtype(), DType::I32),
+        ("weights", args.weights.dtype(), DType::F32),
+    ] {
+        if got != want {
+            return Err(Error::DType { op: OP, arg, got: got.name(), want: want.name().into() });
+        }
+    }
+    if dims.get("experts") >= i32::MAX as usize {
+        return Err(Error::value(OP, "experts", dims.get("experts"), "less than 2^31 - 1"));
+    }
+    if args.shared.is_some_and(|w| !w.is_finite()) {
+        return Err(Error::value(OP, "shared", format!("{:?}", args.shared), "a finite number"));
+    }
+    match exec {
+        Exec::Cpu(_) => cpu::moe::route_by_table(OP, args),
+        #[cfg(feature = "cuda")]
+        Exec::Cuda(gpu) => cuda::moe::route_by_table(gpu, OP, args),
     }
 }
 

@@ -2,6 +2,7 @@
 //!
 //! Sums and products are f32 whatever the tensors' type. A row's result depends on that row alone.
 
+pub use crate::args::{ModulatedArgs, Modulation};
 use crate::cpu::{self, norm::Params};
 #[cfg(feature = "cuda")]
 use crate::cuda;
@@ -176,6 +177,49 @@ pub fn layer_norm_quant(
 ) -> Result<()> {
     let params = Params { weight_arg: "gamma", bias: Some(beta), scale, ..Params::rms("layer_norm_quant", gamma, eps) };
     norm_quant(exec, params, x, None, out)
+}
+
+/// What a diffusion transformer does between two layers: a gated sum with the residual, and its layer norm, modulated.
+///
+/// `s = residual + x * x_scale * gate; residual_out = s`,
+/// `out[t, h] = (s[t, h] - mean) / sqrt(mean_h((s[t, h] - mean)²) + eps) * scale[t, h] + shift[t, h]`,
+/// `mean = mean_h(s[t, h])`
+///
+/// The norm is of the sum in f32; only what is stored in `residual_out` is rounded to its type.
+pub fn modulated_layer_norm(exec: &Exec, args: ModulatedArgs<'_>) -> Result<()> {
+    const OP: &str = "modulated_layer_norm";
+    let (x, axes) = (args.x, axes_of(args.x.shape()));
+    let mut dims = Dims::of(OP);
+    dims.bind("x", &x, axes)?;
+    let terms = args.terms();
+    let given = terms.map(|(t, rows, _)| (rows, t.rows)).into_iter().chain([("residual", args.residual)]);
+    for (arg, t) in given.chain([("residual_out", Some(args.residual_out.as_ref())), ("out", Some(args.out.as_ref()))])
+    {
+        if let Some(t) = t {
+            dims.bind(arg, &t, axes)?;
+            check_same(OP, arg, t.dtype(), "x", x.dtype())?;
+        }
+    }
+    for (arg, t) in terms.map(|(t, _, columns)| (columns, t.columns)).into_iter().chain([("x_scale", args.x_scale)]) {
+        if let Some(t) = t {
+            dims.bind(arg, &t, &[if arg == "x_scale" { "x_scales" } else { "hidden" }])?;
+            if t.dtype() != DType::F32 {
+                return Err(Error::DType { op: OP, arg, got: t.dtype().name(), want: "f32".into() });
+            }
+            if !t.layout().is_contiguous() {
+                return Err(Error::layout(OP, arg, format!("stride {}", t.strides()[0]), "1"));
+            }
+        }
+    }
+    if args.x_scale.is_some() && dims.get("x_scales") != 1 {
+        return Err(Error::value(OP, "x_scale", format!("{} numbers", dims.get("x_scales")), "one"));
+    }
+    check_eps(OP, args.eps)?;
+    match exec {
+        Exec::Cpu(cpu) => cpu::modulate::modulate(cpu, OP, args),
+        #[cfg(feature = "cuda")]
+        Exec::Cuda(gpu) => cuda::modulate::modulate(gpu, OP, args),
+    }
 }
 
 fn norm(exec: &Exec, p: Params<'_>, x: TensorRef<'_>, out: TensorMut<'_>) -> Result<()> {

@@ -8,6 +8,7 @@
 pub mod activation;
 pub mod attention;
 pub mod gemm;
+pub mod lora;
 pub mod moe;
 pub mod norm;
 pub mod page;

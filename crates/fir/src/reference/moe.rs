@@ -54,6 +54,23 @@ pub fn route(
     Ok((ids, weights))
 }
 
+/// Weights of the experts of each token, `[tokens, top_k]`: see [`route_by_table`](crate::moe::route_by_table).
+pub fn route_by_table(p: Precision, logits: TensorRef<'_>, ids: &[i32]) -> Result<Vec<f64>> {
+    let (tokens, experts) = (logits.shape()[0], logits.shape()[1]);
+    let (logits, top_k) = (values(logits)?, ids.len() / tokens.max(1));
+    let mut weights = Vec::new();
+    for (t, ids) in ids.chunks(top_k.max(1)).enumerate() {
+        let scores = ids.iter().map(|&id| {
+            let x = logits[t * experts + id as usize];
+            p.acc(p.acc(x.max(0.0) + p.acc((-x.abs()).exp().ln_1p())).sqrt())
+        });
+        let scores: Vec<f64> = scores.collect();
+        let sum = scores.iter().fold(0.0, |sum, s| p.acc(sum + s));
+        weights.extend(scores.iter().map(|s| p.acc(s / sum)));
+    }
+    Ok(weights)
+}
+
 /// Places of the largest first, of equal ones the first, NaN last.
 fn descending(x: &[f64]) -> Vec<usize> {
     let mut places: Vec<usize> = (0..x.len()).collect();

@@ -49,6 +49,24 @@ pub fn layer_norm(
     Ok(rows(p, values(x)?, &values(gamma)?, Some(&values(beta)?), eps))
 }
 
+/// `s = residual + x * x_scale * gate`, and its layer norm times `scale` plus `shift`, all of them one number per element:
+/// `(out, s)`. See [`modulated_layer_norm`](crate::norm::modulated_layer_norm).
+pub fn modulated_layer_norm(
+    p: Precision,
+    x: TensorRef<'_>,
+    residual: &[f64],
+    [gate, scale, shift]: [&[f64]; 3],
+    eps: f32,
+) -> Result<(Vec<f64>, Vec<f64>)> {
+    let hidden = x.shape().last().copied().unwrap_or(0);
+    let terms = values(x)?.into_iter().zip(gate).zip(residual);
+    let sum: Vec<f64> = terms.map(|((x, g), r)| p.store(p.store(x * g) + r)).collect();
+    let (ones, zeros) = (vec![1.0; hidden], vec![0.0; hidden]);
+    let norm = rows(p, sum.clone(), &ones, Some(&zeros), eps);
+    let out = norm.iter().zip(scale).zip(shift).map(|((y, a), b)| p.store(p.store(y * a) + b)).collect();
+    Ok((out, sum))
+}
+
 /// A norm divided by `scale`, and cut to the largest number of `dtype`; not rounded to it.
 pub fn quantized(p: Precision, norm: Vec<f64>, scale: f32, dtype: DType) -> Vec<f64> {
     let largest = round(dtype, f64::from(f32::MAX));

@@ -3,7 +3,9 @@
 use std::fmt::Write as _;
 
 use fir::exec::{Arch, Gpu};
-use fir::moe::{RouteArgs, Routing};
+use fir::lora::{self, AdaptArgs, RowOf};
+use fir::moe::{self, RouteArgs, Routing, TableRouteArgs};
+use fir::norm::{ModulatedArgs, Modulation};
 use fir::sampling::{self, Draw, FilterOrder, Filters, RngState};
 use fir::speculative::{self, ChainArgs, Coins, Tree, TreeArgs, TreeOut};
 use fir::topk::{self, TopKOrder, TopKPages, TopKRagged};
@@ -62,6 +64,42 @@ fn every_norm_passes_its_arguments_on() {
         let keys = TensorMut::strided(&mut two, &[5, 2, 64], &[400, 80, 1])?;
         let w = w.slice(0, 0..64)?;
         norm::qk_rms_norm(exec, heads, keys, w, w, eps)
+    });
+    insta::assert_snapshot!(text);
+}
+
+#[test]
+fn adapters_and_modulations_pass_their_arguments_on() {
+    let (x, columns, one) = (zeros(DType::BF16, &[6, 256]), zeros(DType::F32, &[256]), zeros(DType::F32, &[1]));
+    let (parts, none) = (zeros(DType::BF16, &[6, 6, 256]), Modulation::default());
+    let part = |i| Some(parts.view().select(1, i).unwrap());
+    let (mut sum, mut out) = (zeros(DType::BF16, &[6, 256]), zeros(DType::BF16, &[6, 256]));
+    let (weights, ids, wide) = (zeros(DType::BF16, &[2, 4, 16, 256]), zeros(DType::I32, &[6]), zeros(DType::I64, &[6]));
+    let (mut shrunk, mut token_sums, factors) =
+        (zeros(DType::BF16, &[6, 16]), zeros(DType::F32, &[6, 16]), zeros(DType::F32, &[6]));
+    let (logits, table) = (zeros(DType::F32, &[6, 8]), zeros(DType::I32, &[50, 2]));
+    let (mut chosen, mut chances) = (zeros(DType::I32, &[6, 3]), zeros(DType::F32, &[6, 3]));
+    let text = launches(|exec| {
+        let (x, columns) = (x.view(), Some(columns.view()));
+        for (gate, scale, residual, x_scale) in [
+            (Modulation { rows: part(0), ..none }, Modulation { plus: 1.0, rows: part(3), columns }, Some(x), None),
+            (Modulation { plus: 1.0, ..none }, Modulation { columns, ..none }, None, Some(one.view())),
+        ] {
+            let (residual_out, out, shift) =
+                (sum.view_mut(), out.view_mut(), Modulation { rows: part(5), columns, plus: 0.0 });
+            let args = ModulatedArgs { x, x_scale, residual, gate, scale, shift, eps: 1e-6, residual_out, out };
+            norm::modulated_layer_norm(exec, args)?;
+        }
+        let (weights, ids, wide) = (weights.view(), ids.view(), wide.view());
+        for (factors, out, out_of) in
+            [(None, shrunk.view_mut(), RowOf::Pair), (Some(factors.view()), token_sums.view_mut(), RowOf::Token)]
+        {
+            let (x_of, tokens, experts, adapters, add) = (RowOf::Token, ids, wide, ids, true);
+            lora::adapt(exec, AdaptArgs { x, x_of, weights, tokens, experts, adapters, factors, add, out, out_of })?;
+        }
+        let (logits, tokens, table, shared) = (logits.view(), wide, table.view(), Some(0.5));
+        let (ids, weights) = (chosen.view_mut(), chances.view_mut());
+        moe::route_by_table(exec, TableRouteArgs { logits, tokens, table, shared, ids, weights })
     });
     insta::assert_snapshot!(text);
 }

@@ -251,6 +251,38 @@ fn latent_attention_in_odd_pages_goes_through_the_plain_kernel() {
 }
 
 #[test]
+fn a_refilled_latent_plan_stays_where_it_is() {
+    let gpu = Gpu::dry(Arch::HOPPER);
+    let (exec, bf16) = (Exec::Cuda(gpu.clone()), DType::BF16);
+    for heads in [16, 128] {
+        let problem = MlaProblem {
+            heads,
+            head_dim_ckv: 512,
+            head_dim_kpe: 64,
+            q_dtype: bf16,
+            kv_dtype: bf16,
+            out_dtype: bf16,
+            causal: true,
+        };
+        let ones = Ragged::ones(3).unwrap();
+        let mut plan = MlaPlan::with_capacity(&exec, problem, 3, Split::Balanced).unwrap();
+        plan.refill(&ones, &[100, 5, 300]).unwrap();
+        let scratch = plan.scratch();
+        let recorded = plan.recorded(&scratch);
+        assert!(recorded.is_some() && plan.tokens() == 3);
+        // Cut into as many parts as there are workers, or not at all: the same memory and launches.
+        for lens in [[1, 1, 1], [9000, 4, 70_000], [64, 64, 64]] {
+            plan.refill(&ones, &lens).unwrap();
+            assert_eq!(plan.recorded(&scratch), recorded, "{heads} {lens:?}");
+        }
+        let more = Ragged::ones(900).unwrap();
+        plan.refill(&more, &[64; 900]).unwrap();
+        // A dry run's lists are nowhere; there is room for them all the same.
+        assert_eq!(plan.tokens(), 900);
+    }
+}
+
+#[test]
 fn plans_and_executors_of_two_kinds_refuse_each_other() {
     let (gpu, cpu) = (Exec::dry(Arch::HOPPER), Exec::cpu().unwrap());
     let problem = Problem::new(4, 2, 64, DType::F32, variant::standard());

@@ -8,7 +8,8 @@ use fir::attention::{
 use fir::exec::{Gpu, Graph};
 use fir::gemm::{self, GroupedArgs};
 use fir::kv::{Kv, KvLayout, PageTable, PagedKv, PagedKvMut, PagedMla, Ragged};
-use fir::moe::{self, FfnArgs, Gate, RouteArgs, Routing};
+use fir::lora::{self, AdaptArgs, RowOf};
+use fir::moe::{self, FfnArgs, Gate, RouteArgs, Routing, TableRouteArgs};
 use fir::page::{self, Slots};
 use fir::quantize::{self, BitOrder, Block};
 use fir::rope::{self, Positions};
@@ -212,6 +213,21 @@ fn products_are_recorded() {
         let [ids, weights] = o else { unreachable!() };
         let (ids, weights, logits) = (ids.view_mut(), weights.view_mut(), logits.view());
         moe::route(exec, Routing::default(), RouteArgs { logits, bias: None, ids, weights })
+    });
+    let (of_tokens, table) = (d.of(&[3i64, 0, 1, 2, 3, 2, 1, 0, 3, 3]), d.of(&[1, 2, 3, 0, 0, 1, 2, 1]));
+    let table = table.reshaped(&[4, 2]).unwrap();
+    d.check("route_by_table", &routed.each_ref(), |o| {
+        let [ids, weights] = o else { unreachable!() };
+        let (ids, weights, logits) = (ids.view_mut(), weights.view_mut(), logits.view());
+        let (tokens, table, shared) = (of_tokens.view(), table.view(), None);
+        moe::route_by_table(exec, TableRouteArgs { logits, tokens, table, shared, ids, weights })
+    });
+    let (matrices, pairs) = (d.normals(DType::BF16, &[1, 4, 16, 128]), d.of(&[0i64; 10]));
+    d.check("adapt", &[&d.zeros(DType::BF16, &[10, 16])], |o| {
+        let (x, weights, tokens, experts) = (x.view(), matrices.view(), pairs.view(), of_tokens.view());
+        let (adapters, factors, add, out) = (pairs.view(), None, false, o[0].view_mut());
+        let (x_of, out_of) = (RowOf::Token, RowOf::Pair);
+        lora::adapt(exec, AdaptArgs { x, x_of, weights, tokens, experts, adapters, factors, add, out, out_of })
     });
     let (ids, weights) =
         (d.of(&[0, 1, 2, 3, 3, 2, 1, 0, 0, 2, 1, 3, 2, 0, 3, 1, 0, 1, 2, 3]), d.normals(DType::F32, &[10, 2]));

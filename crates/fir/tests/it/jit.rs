@@ -37,6 +37,9 @@ const BUDGETS: &[(&str, u32, u32)] = &[
     ("gemm", 255, 0),
     ("gemm_any", 64, 0),
     ("gemm_blocks", 224, 0),
+    ("lora", 64, 0),
+    // A thread keeps up to 32 numbers of its row, and 32 more on their way.
+    ("modulate", 128, 48),
     ("moe", 40, 0),
     ("norm", 64, 0),
     ("page", 32, 0),

@@ -11,7 +11,7 @@ const LAYERS: &[&[&str]] = &[
     &["env", "filters", "routing"],
     &["philox"],
     &["tensor"],
-    &["kv", "variant", "overrides"],
+    &["args", "kv", "variant", "overrides"],
     &["plan"],
     &["reference", "cpu", "cuda"],
     &["exec"],

@@ -17,6 +17,7 @@ mod hostile;
 #[cfg(feature = "cuda")]
 mod jit;
 mod layers;
+mod lora;
 mod matrix;
 mod moe;
 mod norm;

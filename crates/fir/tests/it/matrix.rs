@@ -8,7 +8,9 @@ use fir::attention::{
 use fir::exec::Level;
 use fir::gemm::GroupedArgs;
 use fir::kv::{Kv, KvLayout, PageTable, PagedKv, PagedKvMut, PagedMla, PagedMlaMut, Ragged, RaggedKv};
-use fir::moe::{self, FfnArgs, Gate, RouteArgs, Routing};
+use fir::lora::{self, AdaptArgs, RowOf};
+use fir::moe::{self, FfnArgs, Gate, RouteArgs, Routing, TableRouteArgs};
+use fir::norm::{ModulatedArgs, Modulation};
 use fir::page::{self, Slots};
 use fir::quantize::{self, Block};
 use fir::rope::{self, Positions, Roped, RopedKv, RopedMla};
@@ -52,6 +54,7 @@ const PROMISED: &[(&str, usize)] = &[
     ("gemm::", FLOAT),
     ("gemm::scaled_gemm w", 0),
     ("gemm::scaled_gemm x", FP8),
+    ("lora::adapt of", FLOAT),
     ("moe::", FLOAT),
     ("moe::moe_ffn weights", FP8),
     ("norm::", FLOAT),
@@ -134,10 +137,19 @@ const ROWS: &[(&str, Row)] = &[
         let (x, w, mut out) = (zeros(d, &[2, 3, 8])?, zeros(d, &[2, 5, 8])?, f32s(&[2, 3, 5]));
         gemm::batched_gemm(exec, x.view().into(), w.view().into(), out.view_mut())
     }),
+    ("lora::adapt of", |exec, d| adapt(exec, [d, d, DType::F32], DType::I32)),
+    ("lora::adapt into", |exec, d| adapt(exec, [DType::BF16, DType::BF16, d], DType::I32)),
+    ("lora::adapt ids", |exec, d| adapt(exec, [DType::BF16, DType::BF16, DType::F32], d)),
     ("moe::route of", |exec, d| {
         let (mut ids, mut weights, logits) = (ints(&[8, 2]), f32s(&[8, 2]), square(d));
         let (ids, weights, logits) = (ids.view_mut(), weights.view_mut(), logits.view());
         moe::route(exec, Routing::default(), RouteArgs { logits, bias: None, ids, weights })
+    }),
+    ("moe::route_by_table of", |exec, d| {
+        let (mut ids, mut weights, logits, tokens) = (ints(&[8, 2]), f32s(&[8, 2]), square(d), ints(&[8]));
+        let (ids, weights, table) = (ids.view_mut(), weights.view_mut(), ints(&[5, 2]));
+        let (logits, tokens, table) = (logits.view(), tokens.view(), table.view());
+        moe::route_by_table(exec, TableRouteArgs { logits, tokens, table, shared: None, ids, weights })
     }),
     ("moe::moe_ffn x", |exec, d| moe_ffn(exec, d, DType::BF16)),
     ("moe::moe_ffn weights", |exec, d| moe_ffn(exec, DType::BF16, d)),
@@ -153,6 +165,13 @@ const ROWS: &[(&str, Row)] = &[
     }),
     ("norm::layer_norm", |exec, d| {
         norm::layer_norm(exec, square(d).view(), row().view(), row().view(), 1e-6, square(d).view_mut())
+    }),
+    ("norm::modulated_layer_norm", |exec, d| {
+        let (x, mut sum, mut out, term) = (square(d), square(d), square(d), Modulation::default());
+        let (x, residual_out, out) = (x.view(), sum.view_mut(), out.view_mut());
+        let (gate, scale, shift) = (Modulation { rows: Some(x), ..term }, term, term);
+        let args = ModulatedArgs { x, x_scale: None, residual: None, gate, scale, shift, eps: 1e-6, residual_out, out };
+        norm::modulated_layer_norm(exec, args)
     }),
     ("norm::qk_rms_norm", |exec, d| {
         let [mut q, mut k] = [(); 2].map(|()| square(d).reshaped(&[2, 4, 8]).unwrap());
@@ -353,6 +372,15 @@ fn moe_ffn(exec: &Exec, x: DType, w: DType) -> Result<()> {
     let (x, ids, weights, gate, out) = (x.view(), ids.view(), weights.view(), Gate::Silu, out.view_mut());
     let (w_gate_up, w_down) = (up.view().into(), down.view().into());
     moe::moe_ffn(exec, FfnArgs { x, ids, weights, w_gate_up, w_down, gate, out })
+}
+
+fn adapt(exec: &Exec, [x, weights, out]: [DType; 3], ids: DType) -> Result<()> {
+    let (x, weights, mut out) = (square(x), zeros(weights, &[1, 1, 8, 8])?, square(out));
+    let ids = zeros(ids, &[8])?;
+    let (tokens, experts, adapters) = (ids.view(), ids.view(), ids.view());
+    let (x, weights, out, x_of, out_of) = (x.view(), weights.view(), out.view_mut(), RowOf::Token, RowOf::Pair);
+    let (factors, add) = (None, true);
+    lora::adapt(exec, AdaptArgs { x, x_of, weights, tokens, experts, adapters, factors, add, out, out_of })
 }
 
 fn quantize_fp8(exec: &Exec, from: DType, to: DType) -> Result<()> {

@@ -343,3 +343,74 @@ fn bad_arguments_are_named() {
         "moe_ffn: `w_gate_up.scales` is given, expected none with weights of bf16",
     );
 }
+
+#[test]
+fn routes_by_a_table_match_reference() {
+    every_exec(|exec| {
+        let mut rng = Rng::new(40);
+        for dtype in FLOATS {
+            for (tokens, experts, top_k, vocabulary) in
+                [(1, 1, 1, 1), (5, 8, 2, 30), (33, 256, 8, 99), (2, 60, 40, 7), (0, 4, 2, 3)]
+            {
+                let logits = rng.tensor(dtype, &[tokens, experts]);
+                let table: Vec<i32> = (0..vocabulary * top_k).map(|i| (i * 37 % experts) as i32).collect();
+                let named: Vec<i64> = (0..tokens).map(|t| (t * 11 % vocabulary) as i64).collect();
+                let want: Vec<i32> =
+                    named.iter().flat_map(|&n| table[n as usize * top_k..][..top_k].to_vec()).collect();
+                let table = Tensor::from_slice(&table, &[vocabulary, top_k]).unwrap();
+                let wide = Tensor::from_slice(&named, &[tokens]).unwrap();
+                let narrow: Vec<i32> = named.iter().map(|&n| n as i32).collect();
+                let narrow = Tensor::from_slice(&narrow, &[tokens]).unwrap();
+                for (shared, named) in [(None, &wide), (Some(0.4), &narrow)] {
+                    let slots = top_k + usize::from(shared.is_some());
+                    let mut ids = Tensor::from_slice(&vec![-9i32; tokens * slots], &[tokens, slots]).unwrap();
+                    let mut weights = Tensor::zeros(DType::F32, &[tokens, slots]).unwrap();
+                    let (logits, table, tokens) = (logits.view(), table.view(), named.view());
+                    let args = TableRouteArgs {
+                        logits,
+                        tokens,
+                        table,
+                        shared,
+                        ids: ids.view_mut(),
+                        weights: weights.view_mut(),
+                    };
+                    route_by_table(exec, args).unwrap();
+                    let what = format!("{exec:?} {dtype} {experts} {top_k} {shared:?}");
+                    let ids = ids.as_slice::<i32>().unwrap();
+                    let own: Vec<i32> = ids.chunks(slots).flat_map(|row| row[..top_k].to_vec()).collect();
+                    assert_eq!(own, want, "{what}");
+                    let shown = weights.view().slice(1, 0..top_k).unwrap();
+                    assert_matches(&what, shown, top_k, |p| reference::route_by_table(p, logits, &want));
+                    if let Some(weight) = shared {
+                        assert!(ids.chunks(slots).all(|row| row[top_k] == experts as i32), "{what}");
+                        assert!(
+                            weights.as_slice::<f32>().unwrap().chunks(slots).all(|row| row[top_k] == weight),
+                            "{what}"
+                        );
+                    }
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn bad_tables_are_named() {
+    let exec = Exec::cpu().unwrap();
+    let check = |table: &[i32], token: i64, slots, shared, want: &str| {
+        let (logits, table) =
+            (Tensor::zeros(DType::F32, &[1, 4]).unwrap(), Tensor::from_slice(table, &[2, 2]).unwrap());
+        let tokens = Tensor::from_slice(&[token], &[1]).unwrap();
+        let mut ids = Tensor::zeros(DType::I32, &[1, slots]).unwrap();
+        let mut weights = Tensor::zeros(DType::F32, &[1, slots]).unwrap();
+        let (logits, tokens, table) = (logits.view(), tokens.view(), table.view());
+        let args = TableRouteArgs { logits, tokens, table, shared, ids: ids.view_mut(), weights: weights.view_mut() };
+        assert_eq!(route_by_table(&exec, args).unwrap_err().to_string(), format!("route_by_table: {want}"));
+    };
+    let ok = [0, 1, 2, 3];
+    check(&ok, 2, 2, None, "`tokens` is 2 at 0, expected 0 to 2 - 1, as the table has");
+    check(&ok, -1, 2, None, "`tokens` is -1 at 0, expected 0 to 2 - 1, as the table has");
+    check(&[0, 4, 2, 3], 0, 2, None, "`table` is 4 for token 0, expected 0 to 4 - 1, as there are logits");
+    check(&ok, 0, 2, Some(1.0), "`ids` has slots=2, but `table` bound slots=3");
+    check(&ok, 0, 3, Some(f32::NAN), "`shared` is Some(NaN), expected a finite number");
+}

@@ -293,3 +293,110 @@ fn an_output_larger_than_the_caches_has_the_same_rows() {
         }
     });
 }
+
+/// The numbers of a modulation, element by element.
+fn spread(m: &Modulation<'_>, rows: usize, hidden: usize) -> Vec<f64> {
+    let values = |t: Option<TensorRef<'_>>| t.map(|t| t.to_f32_vec().unwrap());
+    let (own, columns) = (values(m.rows), values(m.columns));
+    let one = |i: usize| own.as_ref().map_or(0.0, |o| f64::from(o[i]));
+    let column = |i: usize| columns.as_ref().map_or(0.0, |c| f64::from(c[i % hidden]));
+    (0..rows * hidden).map(|i| f64::from(m.plus) + (one(i) + column(i))).collect()
+}
+
+#[test]
+fn modulated_layer_norms_match_reference() {
+    every_exec(|exec| {
+        let mut rng = Rng::new(9);
+        for dtype in FLOATS {
+            for hidden in [1, 5, 16, 33, 128, 3072, 20_000] {
+                let shape = [2, 2, hidden];
+                let [x, r, g, a, b] = [(); 5].map(|()| rng.tensor(dtype, &shape));
+                let [gc, ac, bc] = [(); 3].map(|()| rng.tensor(DType::F32, &[hidden]));
+                let (x_scale, none) = (Tensor::from_f32(DType::F32, &[0.5], &[1]).unwrap(), Modulation::default());
+                let rows = |t| Modulation { rows: Some(t), ..none };
+                let columns = |t| Modulation { columns: Some(t), ..none };
+                let (gate, shift) = (rows(g.view()), rows(b.view()));
+                let scale = Modulation { plus: 1.0, columns: Some(ac.view()), ..rows(a.view()) };
+                let (r, gates) = (Some(r.view()), Modulation { columns: Some(gc.view()), ..gate });
+                for (what, gate, scale, shift, residual, x_scale) in [
+                    ("all", gates, scale, Modulation { columns: Some(bc.view()), ..shift }, r, Some(x_scale.view())),
+                    ("gamma and beta", gate, columns(ac.view()), columns(bc.view()), r, None),
+                    ("no gate", Modulation { plus: 1.0, ..none }, scale, shift, None, None),
+                ] {
+                    let [mut sum, mut out] = [(); 2].map(|()| Tensor::zeros(dtype, &shape).unwrap());
+                    let args = ModulatedArgs {
+                        x: x.view(),
+                        x_scale,
+                        residual,
+                        gate,
+                        scale,
+                        shift,
+                        eps: 1e-3,
+                        residual_out: sum.view_mut(),
+                        out: out.view_mut(),
+                    };
+                    modulated_layer_norm(exec, args).unwrap();
+                    let [mut gates, scales, shifts] = [gate, scale, shift].map(|m| spread(&m, 4, hidden));
+                    if x_scale.is_some() {
+                        gates.iter_mut().for_each(|g| *g *= 0.5);
+                    }
+                    let before: Vec<f64> = match residual {
+                        Some(r) => r.to_f32_vec().unwrap().iter().map(|&x| f64::from(x)).collect(),
+                        None => vec![0.0; 4 * hidden],
+                    };
+                    let want =
+                        |p| reference::modulated_layer_norm(p, x.view(), &before, [&gates, &scales, &shifts], 1e-3);
+                    let what = format!("{exec:?} {dtype} {hidden} {what}");
+                    assert_matches(&what, out.view(), hidden, |p| Ok(want(p)?.0));
+                    assert_matches(&what, sum.view(), 1, |p| Ok(want(p)?.1));
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn a_modulated_norm_reads_strided_rows_and_names_bad_arguments() {
+    every_exec(|exec| {
+        // Gate, scale and shift are three of six parts of every row.
+        let (hidden, mut rng) = (24, Rng::new(10));
+        let parts = rng.tensor(DType::BF16, &[4, 6, hidden]);
+        let part = |i| parts.view().select(1, i).unwrap();
+        let dense = |i| Tensor::from_f32(DType::BF16, &part(i).to_f32_vec().unwrap(), &[4, hidden]).unwrap();
+        let copies = [dense(0), dense(2), dense(5)];
+        let x = rng.tensor(DType::BF16, &[4, hidden]);
+        let run = |rows: [TensorRef<'_>; 3]| {
+            let [mut sum, mut out] = [(); 2].map(|()| Tensor::zeros(DType::BF16, &[4, hidden]).unwrap());
+            let [gate, scale, shift] = rows.map(|r| Modulation { rows: Some(r), ..Modulation::default() });
+            let (residual_out, to) = (sum.view_mut(), out.view_mut());
+            let (x_scale, residual) = (None, Some(x.view()));
+            let args =
+                ModulatedArgs { x: x.view(), x_scale, residual, gate, scale, shift, eps: EPS, residual_out, out: to };
+            modulated_layer_norm(exec, args).unwrap();
+            [sum.view().to_f32_vec().unwrap(), out.view().to_f32_vec().unwrap()]
+        };
+        assert_eq!(run([part(0), part(2), part(5)]), run(copies.each_ref().map(|c| c.view())), "{exec:?}");
+    });
+    let exec = Exec::cpu().unwrap();
+    let t = |dtype, shape: &[usize]| Tensor::zeros(dtype, shape).unwrap();
+    let (x, none) = (t(DType::F32, &[2, 8]), Modulation::default());
+    let (c9, half, two) = (t(DType::F32, &[9]), t(DType::F16, &[8]), t(DType::F32, &[2]));
+    let (other, short) = (t(DType::F16, &[2, 8]), t(DType::F32, &[1, 8]));
+    let columns = |c| Modulation { columns: Some(c), ..none };
+    let rows = |r| Modulation { rows: Some(r), ..none };
+    for (gate, shift, x_scale, eps, want) in [
+        (columns(c9.view()), none, None, EPS, "`gate.columns` has hidden=9, but `x` bound hidden=8"),
+        (columns(half.view()), none, None, EPS, "`gate.columns` is f16, expected f32"),
+        (none, rows(other.view()), None, EPS, "`shift.rows` is f16, expected f32 as `x`"),
+        (none, rows(short.view()), None, EPS, "`shift.rows` has tokens=1, but `x` bound tokens=2"),
+        (none, none, Some(two.view()), EPS, "`x_scale` is 2 numbers, expected one"),
+        (none, none, None, -1.0, "`eps` is -1, expected a finite number, 0 or more"),
+    ] {
+        let (mut sum, mut out) = (x.clone(), x.clone());
+        let (residual_out, out) = (sum.view_mut(), out.view_mut());
+        let args =
+            ModulatedArgs { x: x.view(), x_scale, residual: None, gate, scale: none, shift, eps, residual_out, out };
+        let error = modulated_layer_norm(&exec, args).unwrap_err().to_string();
+        assert_eq!(error, format!("modulated_layer_norm: {want}"));
+    }
+}

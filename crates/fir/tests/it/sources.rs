@@ -19,9 +19,9 @@ const FENCE: &[&str] = &[
 /// Parts of the library that share a budget of lines, tests not counted. Raising one is a commit of its own.
 const BUDGETS: &[(&[&str], usize)] = &[
     (&["tensor", "kv", "variant", "plan"], 7_300),
-    (&["ops", "reference", "testing"], 9_250),
-    (&["cpu"], 13_700),
-    (&["cuda"], 9_300),
+    (&["ops", "reference", "testing"], 9_700),
+    (&["cpu"], 13_950),
+    (&["cuda"], 9_700),
 ];
 
 /// Files above this many lines are printed: there is probably a second noun in them.

@@ -29,7 +29,8 @@ _FLAT = (
 _OTHERS = ("autotuner", "fi_trace", "jit", "testing")
 #: Where FlashInfer has more than one module for what is one here.
 _ALIASES = {
-    "diffusion_ops": "norm", "fp4_quantization": "quantization", "fp8_quantization": "quantization",
+    "cudnn": "decode", "cudnn.decode": "decode", "cudnn.prefill": "prefill", "diffusion_ops": "norm",
+    "fp4_quantization": "quantization", "fp8_quantization": "quantization",
     "fused_moe.core": "fused_moe", "grouped_mm": "gemm", "testing.utils": "testing", "tllm_enums": "fused_moe",
     **{f"jit.{name}": "jit" for name in (
         "activation", "attention", "cascade", "core", "env", "gemm", "norm", "page", "quantization", "rope", "sampling",

@@ -52,6 +52,20 @@ def number(x) -> float:
     return x.item() if isinstance(x, torch.Tensor) else float(x)
 
 
+@functools.lru_cache(maxsize=None)
+def _ln_2(device: torch.device) -> torch.Tensor:
+    return torch.full((1, 1), math.log(2), dtype=F32, device=device)
+
+
+def base_e(lse: torch.Tensor) -> torch.Tensor:
+    """Log-sum-exps of base 2 as those of base e, in a tensor of their own: a product with one number."""
+    from . import _native
+
+    out = torch.empty(lse.shape, dtype=F32, device=lse.device)
+    _native.gemm(lse.reshape(-1, 1), _ln_2(lse.device), out.view(-1, 1))
+    return out
+
+
 def refuse(what: str, got: Any, want: str):
     """The argument is understood and cannot be served."""
     raise NotImplementedError(f"{what}={got!r} is not supported, expected {want}")

@@ -54,6 +54,13 @@ fused_add_rms_norm_quant = _function(
     "Tensor x, Tensor(a!) residual, Tensor weight, float scale, float eps, Tensor(b!) out")
 layer_norm_quant = _function(
     "layer_norm_quant", "Tensor x, Tensor gamma, Tensor beta, float scale, float eps, Tensor(a!) out")
+modulated_layer_norm = operator(
+    "modulated_layer_norm",
+    "Tensor x, Tensor? x_scale, Tensor? residual, float gate, Tensor? gate_rows, Tensor? gate_columns, float scale, "
+    "Tensor? scale_rows, Tensor? scale_columns, float shift, Tensor? shift_rows, Tensor? shift_columns, float eps, "
+    "Tensor(a!) residual_out, Tensor(b!) out",
+    lambda x, x_scale, residual, g, gr, gc, a, ar, ac, b, br, bc, eps, residual_out, out: _fir.modulated_layer_norm(
+        x, x_scale, residual, (g, gr, gc), (a, ar, ac), (b, br, bc), eps, residual_out, out))
 silu_and_mul = _function("silu_and_mul", "Tensor x, Tensor(a!) out")
 gelu_and_mul = _function("gelu_and_mul", "Tensor x, Tensor(a!) out")
 gelu_tanh_and_mul = _function("gelu_tanh_and_mul", "Tensor x, Tensor(a!) out")

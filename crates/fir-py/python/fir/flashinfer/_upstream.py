@@ -21,10 +21,10 @@ BLACKWELL = {
 
 OTHERS = {
     "decode": """BatchDecodeMlaWithPagedKVCacheWrapper BatchDecodeWithPagedKVCacheWrapper
-        CUDAGraphBatchDecodeWithPagedKVCacheWrapper fast_decode_plan single_decode_with_kv_cache
+        CUDAGraphBatchDecodeWithPagedKVCacheWrapper cudnn_batch_decode_with_kv_cache fast_decode_plan single_decode_with_kv_cache
         single_decode_with_kv_cache_with_jit_module trtllm_batch_decode_with_kv_cache xqa_batch_decode_with_kv_cache""",
     "prefill": """BatchPrefillWithPagedKVCacheWrapper BatchPrefillWithRaggedKVCacheWrapper
-        fmha_varlen single_prefill_with_kv_cache single_prefill_with_kv_cache_return_lse
+        cudnn_batch_prefill_with_kv_cache fmha_varlen single_prefill_with_kv_cache single_prefill_with_kv_cache_return_lse
         single_prefill_with_kv_cache_with_jit_module trtllm_batch_context_with_kv_cache trtllm_fmha_v2_prefill
         trtllm_ragged_attention_deepseek""",
     "attention": "BatchAttention BatchAttentionWithAttentionSinkWrapper",

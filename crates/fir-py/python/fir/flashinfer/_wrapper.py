@@ -30,7 +30,7 @@ _NO_SINK = torch.empty(0, device="cpu")
 class Wrapper:
     """A plan and how it is run. The workspace only tells the device; scratch is sized by the plan."""
 
-    _plan_info = _block_tables = _max_total_num_rows = _told = None
+    _plan_info = _block_tables = _max_total_num_rows = _told = _lse_like = None
     _captures = False
 
     def __init__(self, float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args, jit_kwargs=None) -> None:
@@ -84,6 +84,19 @@ class Wrapper:
         self._cached_q_data_type, self._cached_kv_data_type, self._cached_o_data_type = q_dtype, kv_dtype, o_dtype
         return q_dtype, stored(kv_dtype), o_dtype
 
+    def _kept_mask(self, mask):
+        """The mask; in CUDA-graph mode in the buffers that captured runs read."""
+        if not self._use_cuda_graph:
+            return mask
+        for name, buffer, given in zip(("custom_mask_buf", "mask_indptr_buf"), (self._custom_mask_buf, self._mask_indptr_buf), mask):
+            if not torch.is_tensor(buffer):
+                raise ValueError(f"{name} should be a torch.Tensor in CUDA graph mode if a mask is given")
+            if len(given) > len(buffer):
+                raise ValueError(f"The mask needs {len(given)} entries of {name}, expected at most {len(buffer)}, those of the "
+                                 "allocated buffer")
+            buffer[: len(given)].copy_(given)
+        return self._custom_mask_buf, self._mask_indptr_buf
+
     def _replan(self, sm_scale, **flags) -> None:
         """What the deprecated calls pass to ``forward`` instead of ``plan``."""
         if self._planned.plan is None:
@@ -119,12 +132,20 @@ class Wrapper:
         if not return_lse:
             lse = None
         elif lse is None:
-            lse = torch.empty_like(q[..., 0], dtype=F32)
-        if args:
-            self._launch(q, k, v, out, lse, number(q_scale), number(k_scale), number(v_scale), None, None, args)
+            # Like one that is kept costs 1 µs, like part of `q` 3.
+            like = self._lse_like
+            if like is None or like.shape != q.shape[:2] or like.device != q.device:
+                like = self._lse_like = torch.empty(q.shape[:2], dtype=F32, device=q.device)
+            lse = torch.empty_like(like)
+        if q_scale is not None or k_scale is not None or v_scale is not None:
+            q_scale, k_scale, v_scale = number(q_scale), number(k_scale), number(v_scale)
         else:
-            _native.run_plan(self, q, k, v, out, lse, number(q_scale), number(k_scale), number(v_scale),
-                             None if kv_cache_sf is None else block_scales(kv_cache_sf), sink)
+            q_scale = k_scale = v_scale = 1.0
+        scales = None if kv_cache_sf is None else block_scales(kv_cache_sf)
+        if args:
+            self._launch(q, k, v, out, lse, q_scale, k_scale, v_scale, scales, sink, args)
+        else:
+            _native.run_plan(self, q, k, v, out, lse, q_scale, k_scale, v_scale, scales, sink)
         return (out, lse) if return_lse else out
 
     def _launch(self, q, k, v, out, lse, q_scale, k_scale, v_scale, scales, sink, args=()) -> None:
@@ -138,6 +159,8 @@ class Wrapper:
             own, scale = self._jit_module.values(args, scale)
             params = {**(params or {}), **own}
         captured = self._use_cuda_graph and is_captured(q)
+        if captured and self._item_args is not None:
+            raise NotImplementedError("run() of items behind one prefix cannot be captured in a CUDA graph; run it eagerly")
         planned.plan.run(q, k, v, out, lse, scale * q_scale, params, k_scale, v_scale, self._kv_layout, scales, captured)
 
 
@@ -206,7 +229,7 @@ class Paged(Wrapper):
         if custom_mask is not None or packed_custom_mask is not None:
             pages, lasts = indptr.tolist(), last.tolist()
             lens = [max((b - a - 1) * page_size + n, 0) if b > a else 0 for a, b, n in zip(pages, pages[1:], lasts)]
-            mask = packed_mask(custom_mask, packed_custom_mask, qo.tolist(), lens)
+            mask = self._kept_mask(packed_mask(custom_mask, packed_custom_mask, qo.tolist(), lens))
         self._page_size = page_size
         plan = self._set((*heads, *dims, *types), batch, split, mask=mask, items=items, sm_scale=sm_scale, **flags)
         self._fill(plan)

@@ -64,12 +64,14 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
     ) -> None:
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, qo_indptr_buf, paged_kv_indptr_buf,
                          paged_kv_indices_buf, paged_kv_last_page_len_buf, custom_mask_buf, mask_indptr_buf, backend)
-        self._sink, self._own_window = True, window_left
+        self._sink, self._own_window, self._own_encoding = True, window_left, pos_encoding_mode
 
     def plan(self, *args, **kwargs) -> None:
-        """As the paged prefill wrapper's; the window is the constructor's unless one is given."""
+        """As the paged prefill wrapper's; the window and the encoding of positions are the constructor's unless given."""
         if self._own_window >= 0:
             kwargs.setdefault("window_left", self._own_window)
+        if self._own_encoding != "NONE":
+            kwargs.setdefault("pos_encoding_mode", self._own_encoding)
         super().plan(*args, **kwargs)
 
     begin_forward = plan

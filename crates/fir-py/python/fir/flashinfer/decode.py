@@ -9,15 +9,18 @@ from typing import Optional, Union
 import torch
 
 from .. import _fir
-from ._core import F32, Attention, check_backend, check_layout, dtype_of, host, number, refuse, split_of, stored, unpack_kv
+from ._core import (
+    F32, Attention, check_backend, check_layout, dtype_of, host, number, refuse, refuse_capture, split_of, stored, unpack_kv,
+)
 from ._wrapper import Paged, block_scales, planned_types
-from .prefill import single_prefill_with_kv_cache_with_jit_module, single_request, table_of
+from .prefill import (
+    cudnn_batch_prefill_with_kv_cache, single_prefill_with_kv_cache_with_jit_module, single_request, table_of,
+)
 
 __all__ = [
     "BatchDecodeMlaWithPagedKVCacheWrapper", "BatchDecodeWithPagedKVCacheWrapper",
-    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper", "fast_decode_plan", "single_decode_with_kv_cache",
-    "single_decode_with_kv_cache_with_jit_module",
-    "trtllm_batch_decode_with_kv_cache",
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper", "cudnn_batch_decode_with_kv_cache", "fast_decode_plan",
+    "single_decode_with_kv_cache", "single_decode_with_kv_cache_with_jit_module", "trtllm_batch_decode_with_kv_cache",
     "xqa_batch_decode_with_kv_cache",
 ]
 
@@ -217,12 +220,13 @@ class BatchDecodeMlaWithPagedKVCacheWrapper:
         enable_pdl: bool = False,
     ):
         """One layer: ``q_nope``: ``[batch, heads, head_dim_ckv]``, ``q_pe``: ``[batch, heads, head_dim_kpe]``."""
+        if self._use_cuda_graph:
+            refuse_capture(q_nope, type(self).__name__)
         indptr, indices, last, heads, dim, page_size = self._args
         if self._plan is None:
             shape = (heads, dim, q_pe.shape[-1], self._q_data_type, self._data_type, q_nope.dtype)
-            self._plan = _fir.MlaPlan(
-                shape, self._float_workspace_buffer, 1, page_size, indptr, indices, last, last_page=True
-            )
+            self._plan = _fir.MlaPlan(shape, self._float_workspace_buffer, requests=len(last))
+            self._plan.plan(self._float_workspace_buffer, 1, page_size, indptr, indices, last, last_page=True)
         if v_scale is not None and k_scale is not None and number(v_scale) != number(k_scale):
             refuse("v_scale", v_scale, "k_scale, as keys and values are the same numbers")
         out = torch.empty_like(q_nope) if out is None else out
@@ -308,3 +312,20 @@ def trtllm_batch_decode_with_kv_cache(
         query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale, bmm2_scale, window_left, out,
         sinks, kv_layout, enable_pdl, q_len_per_req, o_scale, mask, kv_cache_sf, cum_seq_lens_q,
     )
+
+
+def cudnn_batch_decode_with_kv_cache(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scale: float, workspace_buffer: torch.Tensor, *,
+    max_sequence_kv: int, actual_seq_lens_kv: Optional[torch.Tensor] = None, block_tables: Optional[torch.Tensor] = None,
+    is_cuda_graph_compatible: bool = False, batch_offsets_q: Optional[torch.Tensor] = None,
+    batch_offsets_o: Optional[torch.Tensor] = None, batch_offsets_k: Optional[torch.Tensor] = None,
+    batch_offsets_v: Optional[torch.Tensor] = None, out: Optional[torch.Tensor] = None,
+) -> torch.Tensor:
+    """Decode of one token each: ``q``: ``[batch, qo_heads, head_dim]``, the rest as of ``cudnn_batch_prefill_with_kv_cache``."""
+    ones = torch.full((q.shape[0],), 1, dtype=torch.int32, device="cpu")
+    return cudnn_batch_prefill_with_kv_cache(
+        q, k_cache, v_cache, scale, workspace_buffer, max_token_per_sequence=1, max_sequence_kv=max_sequence_kv,
+        actual_seq_lens_q=ones, actual_seq_lens_kv=actual_seq_lens_kv, block_tables=block_tables, causal=False,
+        return_lse=False, batch_offsets_q=batch_offsets_q, batch_offsets_o=batch_offsets_o, batch_offsets_k=batch_offsets_k,
+        batch_offsets_v=batch_offsets_v, out=out, is_cuda_graph_compatible=is_cuda_graph_compatible,
+    )[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from enum import IntEnum
 from typing import Optional
@@ -12,8 +13,9 @@ from .. import _fir
 from ._core import F32, I32, dtype_of, refuse
 
 __all__ = [
-    "ActivationType", "RoutingMethodType", "alloc_scratchpad", "cutlass_fused_moe", "cutlass_fused_moe_workspace_size",
-    "fused_topk_deepseek", "get_scratchpad_size_bytes", "has_bgmv_moe", "has_monomoe", "interleave_for_tma_wgmma_up",
+    "ActivationType", "RoutingMethodType", "alloc_scratchpad", "bgmv_moe", "bgmv_moe_expand", "bgmv_moe_shrink",
+    "cutlass_fused_moe", "cutlass_fused_moe_workspace_size", "fill_w_ptr", "fused_topk_deepseek",
+    "get_scratchpad_size_bytes", "has_bgmv_moe", "has_monomoe", "hash_topk", "interleave_for_tma_wgmma_up",
     "max_num_padded_tokens", "mono_moe",
 ]
 
@@ -203,6 +205,118 @@ def max_num_padded_tokens(num_tokens: int, top_k: int, num_experts: int, tile_to
     return (full + (pairs - full) // tile_tokens_dim) * tile_tokens_dim
 
 
+def hash_topk(
+    router_logits: torch.Tensor, input_ids: torch.Tensor, tid2eid: torch.Tensor, num_fused_shared_experts: int = 0,
+    routed_scaling_factor: float = 1.0, launch_with_pdl: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Experts by a table, ``tid2eid[input_ids]``, weighed by ``sqrt(softplus(logit))`` over their sum: returns
+    ``(topk_weights, topk_ids)``, ``[tokens, topk]``, with one more column if ``num_fused_shared_experts`` is 1: expert
+    ``router_logits.shape[1]`` of weight ``1 / routed_scaling_factor``. ``launch_with_pdl`` is ignored."""
+    if num_fused_shared_experts not in (0, 1):
+        raise ValueError(f"num_fused_shared_experts must be 0 or 1, got {num_fused_shared_experts}")
+    if num_fused_shared_experts and not (math.isfinite(routed_scaling_factor) and routed_scaling_factor > 0):
+        raise ValueError(f"routed_scaling_factor must be positive and finite, got {routed_scaling_factor}")
+    shape = (router_logits.shape[0], tid2eid.shape[1] + num_fused_shared_experts)
+    weights = torch.empty(shape, dtype=F32, device=router_logits.device)
+    ids = torch.empty(shape, dtype=I32, device=router_logits.device)
+    shared = 1.0 / routed_scaling_factor if num_fused_shared_experts else None
+    _fir.moe_route_by_table(router_logits, input_ids, tid2eid, shared, ids, weights)
+    return weights, ids
+
+
+# Low-rank adapters of experts. A matrix of a pair is at ``w_ptr[slice, expert] + lora * lora_stride`` elements.
+
 def has_bgmv_moe() -> bool:
-    """Whether adapters of experts are there: they are not."""
-    return False
+    """Whether :func:`bgmv_moe` is there."""
+    return True
+
+
+def fill_w_ptr(w_ptr: torch.Tensor, weights: torch.Tensor, num_experts: int, slice_id: int) -> int:
+    """Writes the addresses of the experts' matrices of ``weights``, ``[max_loras, num_experts, rows, columns]``, to
+    ``w_ptr[slice_id]``, and returns how many elements lie from one adapter to the next."""
+    step = weights.stride(1) * weights.element_size()
+    addresses = [weights.data_ptr() + expert * step for expert in range(num_experts)]
+    w_ptr[slice_id, :num_experts].copy_(torch.tensor(addresses, dtype=torch.int64, device="cpu"))
+    return weights.stride(0)
+
+
+#: What was read of tensors of numbers, by the tensor.
+_READ: dict[int, tuple] = {}
+
+
+def _read(t: torch.Tensor) -> list:
+    """The tensor's numbers: one copy and one wait, and again when it was written since; in inference mode nobody counts
+    writes, so every time."""
+    if t.is_inference():
+        return t.tolist()
+    known, now = _READ.get(id(t)), (t.data_ptr(), t._version, t.shape)
+    if known is not None and known[0]() is t and known[1] == now:
+        return known[2]
+    values = t.tolist()
+    _READ[id(t)] = (weakref.ref(t, lambda _, key=id(t): _READ.pop(key, None)), now, values)
+    return values
+
+
+def _matrices(name: str, w_ptr: torch.Tensor, x: torch.Tensor, outputs: int, inputs: int, lora_stride: int) -> list[tuple]:
+    """Where the matrices of each slice are: the first one's address, their sizes, the steps between them in elements."""
+    size, found = x.element_size(), []
+    for slice_id, row in enumerate(_read(w_ptr)):
+        step = row[1] - row[0] if len(row) > 1 else 0
+        if step % size or step < 0 or any(b - a != step for a, b in zip(row, row[1:])):
+            raise ValueError(f"{name}: w_ptr[{slice_id}] has addresses {row}, expected them evenly apart, ascending, by a "
+                             f"multiple of {size} bytes, as fill_w_ptr writes them")
+        found.append((row[0], (len(row), outputs, inputs), (lora_stride, step // size)))
+    return found
+
+
+def bgmv_moe_shrink(
+    y: torch.Tensor, x: torch.Tensor, w_ptr: torch.Tensor, sorted_token_ids: torch.Tensor, expert_ids: torch.Tensor,
+    lora_indices: torch.Tensor, lora_stride: int, *, per_pair_input: bool = False,
+) -> None:
+    """``y[slice, pair] += lora_a[lora, expert] @ x[token]``, or ``x[pair]`` with ``per_pair_input``: ``y``:
+    ``[slices, pairs, rank]``. A pair whose token is none of ``lora_indices``, or has a negative one there, is left out. What
+    ``w_ptr`` says is read when it was written since the last call: one copy and one wait if it is on a device."""
+    matrices = _matrices("bgmv_moe_shrink", w_ptr, x, y.shape[2], x.shape[1], lora_stride)
+    for out, at in zip(y, matrices):
+        _fir.adapt(x, not per_pair_input, at, sorted_token_ids, expert_ids, lora_indices, None, True, out, False)
+
+
+def bgmv_moe_expand(
+    y: torch.Tensor, x: torch.Tensor, w_ptr: torch.Tensor, sorted_token_ids: torch.Tensor, expert_ids: torch.Tensor,
+    topk_weights: torch.Tensor, lora_indices: torch.Tensor, slice_start_loc: torch.Tensor, output_slices: list[int],
+    lora_stride: int, *, finalize: bool = True,
+) -> None:
+    """``y[token, columns] += topk_weights[pair] * lora_b[lora, expert] @ x[slice, pair]``; without ``finalize``,
+    ``y[pair, columns] = lora_b[lora, expert] @ x[slice, pair]``. ``y`` is f32; a slice's columns are the
+    ``output_slices[slice]`` from ``slice_start_loc[slice]`` on. ``w_ptr`` and ``slice_start_loc`` are read as in
+    :func:`bgmv_moe_shrink`. On a device a token's pairs are added in any order."""
+    starts = _read(slice_start_loc)
+    for i, (rows, start, width) in enumerate(zip(x, starts, output_slices)):
+        at = _matrices("bgmv_moe_expand", w_ptr, x, width, x.shape[2], lora_stride)[i]
+        _fir.adapt(rows, False, at, sorted_token_ids, expert_ids, lora_indices, topk_weights if finalize else None,
+                   finalize, y[:, start:start + width], finalize)
+
+
+def bgmv_moe(
+    x: torch.Tensor, lora_a_weights: list[torch.Tensor], lora_b_weights: list[torch.Tensor],
+    sorted_token_ids: torch.Tensor, expert_ids: torch.Tensor, lora_indices: torch.Tensor, topk_weights: torch.Tensor,
+    num_experts: int, output_dim: Optional[int] = None,
+) -> torch.Tensor:
+    """What adapters add to a mixture's output: ``delta[token] = sum of topk_weights[pair] * b @ (a @ x[token])`` over the
+    token's pairs, ``a`` and ``b`` being ``lora_a_weights[slice][lora, expert]``, ``[rank, hidden]``, and
+    ``lora_b_weights[slice][lora, expert]``, ``[outputs, rank]``. Slices are beside each other in the result,
+    ``[tokens, output_dim]`` of the type of ``x``."""
+    widths = [b.shape[2] for b in lora_b_weights]
+    total = sum(widths) if output_dim is None else output_dim
+    y = torch.zeros((x.shape[0], total), dtype=F32, device=x.device)
+    start = 0
+    for a, b, width in zip(lora_a_weights, lora_b_weights, widths):
+        middle = torch.zeros((sorted_token_ids.shape[0], a.shape[2]), dtype=x.dtype, device=x.device)
+        pairs = (sorted_token_ids, expert_ids, lora_indices)
+        _fir.adapt(x, True, a[:, :num_experts], *pairs, None, False, middle, False)
+        _fir.adapt(middle, False, b[:, :num_experts], *pairs, topk_weights, True, y[:, start:start + width], True)
+        start += width
+    if y.dtype == x.dtype:
+        return y
+    out = torch.empty(y.shape, dtype=x.dtype, device=x.device)
+    return out.copy_(y)

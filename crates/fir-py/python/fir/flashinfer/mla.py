@@ -9,14 +9,17 @@ import torch
 
 from .. import _fir
 from . import _native
-from ._core import F32, check_backend, host, number, refuse, refuse_capture
+from ._core import F32, base_e, check_backend, host, is_captured, number, refuse
 from .prefill import table_of
 
 __all__ = ["BatchMLAPagedAttentionWrapper", "trtllm_batch_decode_with_kv_cache_mla", "xqa_batch_decode_with_kv_cache_mla"]
 
 
 class BatchMLAPagedAttentionWrapper:
-    """Latent attention: ``plan()`` once per step, ``run()`` once per layer. The workspace only tells the device."""
+    """Latent attention: ``plan()`` once per step, ``run()`` once per layer. The workspace only tells the device.
+
+    With ``use_cuda_graph`` a run that was captured reads the buffers and the plan of the last ``plan()``; replay it on the
+    stream that ``plan()`` was called on. A ``plan()`` that needs other launches than were captured warns."""
 
     def __init__(
         self, float_workspace_buffer: torch.Tensor, use_cuda_graph: bool = False,
@@ -28,7 +31,12 @@ class BatchMLAPagedAttentionWrapper:
         self._qo_indptr_buf, self._kv_indptr_buf = qo_indptr, kv_indptr
         self._kv_indices_buf, self._kv_len_arr_buf = kv_indices, kv_len_arr
         self._int_workspace_buffer = self._pin_memory_int_workspace_buffer = None
-        self.device, self._plan = float_workspace_buffer.device, None
+        self.device, self._plan, self._planned_for = float_workspace_buffer.device, None, None
+        if use_cuda_graph:
+            for name, buffer in (("qo_indptr", qo_indptr), ("kv_indptr", kv_indptr), ("kv_indices", kv_indices),
+                                 ("kv_len_arr", kv_len_arr)):
+                if not torch.is_tensor(buffer):
+                    raise ValueError(f"{name} should be a torch.Tensor in CUDA graph mode")
         self._number, self._cached_module = _native.register(self), _Module(self)
 
     @property
@@ -43,9 +51,16 @@ class BatchMLAPagedAttentionWrapper:
     ) -> None:
         """Plans a batch; lengths are in tokens. ``use_profiler`` is ignored."""
         if self._use_cuda_graph:
-            for buffer, given in ((self._qo_indptr_buf, qo_indptr), (self._kv_indptr_buf, kv_indptr),
-                                  (self._kv_len_arr_buf, kv_len_arr)):
+            for name, buffer, given in (("qo_indptr", self._qo_indptr_buf, qo_indptr),
+                                        ("kv_indptr", self._kv_indptr_buf, kv_indptr),
+                                        ("kv_len_arr", self._kv_len_arr_buf, kv_len_arr)):
+                if len(given) != len(buffer):
+                    raise ValueError(f"The size of {name} is {len(given)}, expected {len(buffer)}, that of the buffer: the "
+                                     "batch size is fixed in CUDA graph mode")
                 buffer.copy_(given)
+            if len(kv_indices) > len(self._kv_indices_buf):
+                raise ValueError(f"The size of kv_indices is {len(kv_indices)}, expected at most that of the allocated "
+                                 f"buffer, {len(self._kv_indices_buf)}")
             self._kv_indices_buf[: len(kv_indices)].copy_(kv_indices)
         else:
             self._qo_indptr_buf, self._kv_indptr_buf = qo_indptr, kv_indptr
@@ -56,10 +71,15 @@ class BatchMLAPagedAttentionWrapper:
         self._fill(host(qo_indptr), host(kv_indptr), host(kv_len_arr))
 
     def _fill(self, qo_indptr, kv_indptr, kv_lens) -> None:
-        self._plan = _fir.MlaPlan(
-            self._shape, self._float_workspace_buffer, qo_indptr, self._page_size, kv_indptr, self._kv_indices_buf,
-            kv_lens, causal=self._causal,
-        )
+        planned_for = (self._shape, self._causal, self._float_workspace_buffer.device)
+        if self._planned_for != planned_for:
+            self._plan = _fir.MlaPlan(
+                self._shape, self._float_workspace_buffer, requests=len(kv_lens), causal=self._causal)
+            self._planned_for = planned_for
+        offsets = self._kv_indptr_buf if self._use_cuda_graph and self._kv_indptr_buf.is_cuda else None
+        self._plan.plan(
+            self._float_workspace_buffer, qo_indptr, self._page_size, kv_indptr, self._kv_indices_buf, kv_lens,
+            offsets=offsets)
 
     def run(
         self, q_nope: torch.Tensor, q_pe: torch.Tensor, ckv_cache: torch.Tensor, kpe_cache: torch.Tensor,
@@ -70,14 +90,11 @@ class BatchMLAPagedAttentionWrapper:
         kpe_scale: Optional[float] = None,
     ):
         """One layer: ``q_nope``: ``[tokens, heads, head_dim_ckv]``, ``q_pe``: ``[tokens, heads, head_dim_kpe]``,
-        ``ckv_cache``: ``[pages, page_size, head_dim_ckv]``. Returns ``out``, or ``(out, lse)`` with ``return_lse``.
+        ``ckv_cache``: ``[pages, page_size, head_dim_ckv]``. Returns ``out``, or ``(out, lse)`` with ``return_lse``, of base 2
+        unless ``return_lse_base_on_e``.
         ``kv_len`` and ``page_table`` belong to a Blackwell kernel; ``profiler_buffer`` is ignored."""
         if self._plan is None:
             raise RuntimeError("plan() must be called before run()")
-        if self._use_cuda_graph:
-            refuse_capture(q_nope, type(self).__name__)
-        if return_lse_base_on_e:
-            refuse("return_lse_base_on_e", True, "False: multiply by ln 2")
         if ckv_scale_arr is not None:
             refuse("ckv_scale_arr", "a tensor", "ckv_scale")
         if o_scale not in (None, 1.0):
@@ -88,10 +105,13 @@ class BatchMLAPagedAttentionWrapper:
             lse = torch.empty(q_nope.shape[:2], dtype=F32, device=q_nope.device)
         _run(self._number, q_nope, q_pe, ckv_cache, kpe_cache, out, lse if return_lse else None, number(ckv_scale),
              number(kpe_scale))
+        if return_lse and return_lse_base_on_e:
+            lse.copy_(base_e(lse))
         return (out, lse) if return_lse else out
 
     def _launch(self, q_nope, q_pe, ckv, kpe, out, lse, ckv_scale, kpe_scale) -> None:
-        self._plan.run(q_nope, q_pe, ckv, kpe, self._sm_scale, out, lse, ckv_scale, kpe_scale)
+        captured = self._use_cuda_graph and is_captured(q_nope)
+        self._plan.run(q_nope, q_pe, ckv, kpe, self._sm_scale, out, lse, ckv_scale, kpe_scale, captured)
 
 
 _run = _native.operator(
@@ -109,6 +129,9 @@ class _Module:
         """Plans the batch whose page ids are in the wrapper's buffer; the rest stays as ``plan()`` was told."""
         wrapper = self._wrapper()
         wrapper._shape, wrapper._causal = (num_heads, head_dim_o, *wrapper._shape[2:]), causal
+        if wrapper._use_cuda_graph:
+            # Engines leave the buffer of offsets as it was; captured runs read it.
+            wrapper._kv_indptr_buf.copy_(kv_indptr)
         wrapper._fill(qo_indptr, kv_indptr, kv_lens)
         return [len(kv_lens)]
 
@@ -130,7 +153,8 @@ def xqa_batch_decode_with_kv_cache_mla(
     indptr, indices, lens = table_of(block_tables, seq_lens, cache.shape[1])
     out_dtype = out.dtype if out is not None else (query.dtype if query.dtype.itemsize > 1 else torch.bfloat16)
     shape = (heads, kv_lora_rank, qk_rope_head_dim, query.dtype, cache.dtype, out_dtype)
-    plan = _fir.MlaPlan(shape, flat, q_len, cache.shape[1], indptr, indices, lens, causal=q_len > 1)
+    plan = _fir.MlaPlan(shape, flat, requests=batch, causal=q_len > 1)
+    plan.plan(flat, q_len, cache.shape[1], indptr, indices, lens)
     result = torch.empty((batch, q_len, heads, kv_lora_rank), dtype=out_dtype, device=query.device) if out is None else out
     plan.run(
         flat[..., :kv_lora_rank], flat[..., kv_lora_rank:], cache[..., :kv_lora_rank], cache[..., kv_lora_rank:],

@@ -12,7 +12,8 @@ from . import _native
 from ._core import F32, number, refuse
 
 __all__ = [
-    "fused_add_rmsnorm", "fused_add_rmsnorm_quant", "fused_qk_rmsnorm_rope", "gemma_fused_add_rmsnorm", "gemma_rmsnorm",
+    "fused_add_rmsnorm", "fused_add_rmsnorm_quant", "fused_dit_gate_residual_layernorm_gamma_beta",
+    "fused_dit_gate_residual_layernorm_scale_shift", "fused_dit_residual_layernorm_scale_shift", "fused_qk_rmsnorm_rope", "gemma_fused_add_rmsnorm", "gemma_rmsnorm",
     "layernorm", "layernorm_quant", "rmsnorm", "rmsnorm_quant",
 ]
 
@@ -79,6 +80,68 @@ def layernorm_quant(out: torch.Tensor, input: torch.Tensor, gemma: torch.Tensor,
                     scale: Union[float, torch.Tensor], eps: float = 1e-6) -> None:
     """``out = fp8(layernorm(input) / scale)``."""
     _native.layer_norm_quant(input, gemma, beta, number(scale), eps, out)
+
+
+def _modulated(input, residual, gate, gate_bias, scale, shift, epsilon, use_nvfp4, use_mxfp8, global_scaling_factor,
+               input_global_scaling_factor, residual_out, norm_out, sf_out):
+    """``scale`` and ``shift``: a number, rows and columns each."""
+    for name, used in (("use_nvfp4", use_nvfp4), ("use_mxfp8", use_mxfp8)):
+        if used:
+            raise NotImplementedError(f"{name}=True is for Blackwell GPUs; use {name}=False and quantize the result")
+    if input.dim() != 3:
+        raise ValueError(f"input has shape {tuple(input.shape)}, expected [batch, num_rows, hidden_dim]")
+    rows = lambda t: t.view(input.shape) if t is not None and t.dim() == 2 else t
+    columns = lambda t: t if t is None else t.view(-1)
+    outs = [torch.empty_like(input) if out is None else out for out in (residual_out, norm_out)]
+    # Without a gate the sum is of the input as it is.
+    gates = (1.0, None, None) if gate is None else (0.0, rows(gate), columns(gate_bias))
+    (a, a_rows, a_columns), (b, b_rows, b_columns) = scale, shift
+    _native.modulated_layer_norm(
+        input, input_global_scaling_factor, residual, *gates, a, rows(a_rows), columns(a_columns), b, rows(b_rows),
+        columns(b_columns), epsilon, *outs)
+    return tuple(outs)
+
+
+def fused_dit_gate_residual_layernorm_gamma_beta(
+    input: torch.Tensor, residual: torch.Tensor, gate: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor, *,
+    gate_bias: Optional[torch.Tensor] = None, epsilon: float = 1e-6, use_nvfp4: bool = False, use_mxfp8: bool = False,
+    global_scaling_factor: Optional[torch.Tensor] = None, input_global_scaling_factor: Optional[torch.Tensor] = None,
+    residual_out: Optional[torch.Tensor] = None, norm_out: Optional[torch.Tensor] = None,
+    sf_out: Optional[torch.Tensor] = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``s = residual + input * (gate + gate_bias)``, then ``layernorm(s) * gamma + beta``: returns ``(s, norm)``, both
+    ``[batch, num_rows, hidden_dim]`` of the input's type. ``input_global_scaling_factor``: ``[1]``, a factor of ``input``.
+    Of any hidden size and strides of rows. ``global_scaling_factor`` and ``sf_out`` belong to formats of Blackwell GPUs, and
+    are ignored."""
+    return _modulated(input, residual, gate, gate_bias, (0.0, None, gamma), (0.0, None, beta), epsilon, use_nvfp4,
+                      use_mxfp8, global_scaling_factor, input_global_scaling_factor, residual_out, norm_out, sf_out)
+
+
+def fused_dit_gate_residual_layernorm_scale_shift(
+    input: torch.Tensor, residual: torch.Tensor, gate: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, *,
+    gate_bias: Optional[torch.Tensor] = None, scale_bias: Optional[torch.Tensor] = None,
+    shift_bias: Optional[torch.Tensor] = None, epsilon: float = 1e-6, use_nvfp4: bool = False, use_mxfp8: bool = False,
+    global_scaling_factor: Optional[torch.Tensor] = None, input_global_scaling_factor: Optional[torch.Tensor] = None,
+    residual_out: Optional[torch.Tensor] = None, norm_out: Optional[torch.Tensor] = None,
+    sf_out: Optional[torch.Tensor] = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`fused_dit_gate_residual_layernorm_gamma_beta`, with ``layernorm(s) * (1 + scale + scale_bias) + shift +
+    shift_bias``: ``scale`` and ``shift`` are of the input's shape, biases ``[hidden_dim]``, f32."""
+    return _modulated(input, residual, gate, gate_bias, (1.0, scale, scale_bias), (0.0, shift, shift_bias), epsilon,
+                      use_nvfp4, use_mxfp8, global_scaling_factor, input_global_scaling_factor, residual_out, norm_out,
+                      sf_out)
+
+
+def fused_dit_residual_layernorm_scale_shift(
+    input: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, *, residual: Optional[torch.Tensor] = None,
+    scale_bias: Optional[torch.Tensor] = None, shift_bias: Optional[torch.Tensor] = None, epsilon: float = 1e-6,
+    use_nvfp4: bool = False, use_mxfp8: bool = False, global_scaling_factor: Optional[torch.Tensor] = None,
+    input_global_scaling_factor: Optional[torch.Tensor] = None, residual_out: Optional[torch.Tensor] = None,
+    norm_out: Optional[torch.Tensor] = None, sf_out: Optional[torch.Tensor] = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`fused_dit_gate_residual_layernorm_scale_shift` without a gate, and perhaps without a residual."""
+    return _modulated(input, residual, None, None, (1.0, scale, scale_bias), (0.0, shift, shift_bias), epsilon, use_nvfp4,
+                      use_mxfp8, global_scaling_factor, input_global_scaling_factor, residual_out, norm_out, sf_out)
 
 
 @functools.lru_cache(maxsize=16)

@@ -11,14 +11,15 @@ import torch
 from .. import _fir
 from . import _native
 from ._core import (
-    F32, Attention, check_backend, check_layout, check_pos_encoding, dtype_of, host, host_i32, number, packed_mask, refuse,
-    split_of, stored, unpack_kv,
+    F32, Attention, base_e, check_backend, check_layout, check_pos_encoding, dtype_of, host, host_i32, is_captured, number,
+    packed_mask, refuse, split_of, stored, unpack_kv,
 )
 from ._wrapper import Paged, Wrapper, block_scales, items_of
 from .utils import MaskMode
 
 __all__ = [
-    "BatchPrefillWithPagedKVCacheWrapper", "BatchPrefillWithRaggedKVCacheWrapper", "fmha_varlen",
+    "BatchPrefillWithPagedKVCacheWrapper", "BatchPrefillWithRaggedKVCacheWrapper", "cudnn_batch_prefill_with_kv_cache",
+    "fmha_varlen",
     "single_prefill_with_kv_cache", "single_prefill_with_kv_cache_return_lse",
     "single_prefill_with_kv_cache_with_jit_module",
     "trtllm_batch_context_with_kv_cache", "trtllm_fmha_v2_prefill",
@@ -185,7 +186,12 @@ class BatchPrefillWithPagedKVCacheWrapper(Paged):
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
-    """Prefill over keys and values that lie one request after another."""
+    """Prefill over keys and values that lie one request after another.
+
+    With ``use_cuda_graph`` a run that was captured does the batch of the last ``plan()``, of as many tokens as the captured
+    tensors have at most; replay it on the stream that ``plan()`` was called on."""
+
+    _captures, _captured_rows = True, None
 
     def __init__(
         self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", use_cuda_graph: bool = False,
@@ -227,8 +233,15 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         if custom_mask is not None or packed_custom_mask is not None:
             ends = kv.tolist()
             lens = [b - a for a, b in zip(ends, ends[1:])]
-            mask = packed_mask(custom_mask, packed_custom_mask, qo.tolist(), lens)
+            mask = self._kept_mask(packed_mask(custom_mask, packed_custom_mask, qo.tolist(), lens))
         if self._use_cuda_graph:
+            rows = (int(qo[-1]), int(kv[-1]))
+            if self._captured_rows is not None and any(n > most for n, most in zip(rows, self._captured_rows)):
+                raise ValueError(f"{rows} rows of queries and of keys, expected at most {self._captured_rows}, as were captured")
+            for name, buffer in (("qo_indptr", self._qo_indptr_buf), ("kv_indptr", self._kv_indptr_buf)):
+                if len(buffer) != len(qo):
+                    raise ValueError(f"The size of {name} is {len(qo)}, expected {len(buffer)}, that of the buffer: the batch "
+                                     "size is fixed in CUDA graph mode")
             self._qo_indptr_buf.copy_(qo_indptr)
             self._kv_indptr_buf.copy_(kv_indptr)
         else:
@@ -247,7 +260,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
     begin_forward = plan
 
     def _fill(self, plan) -> None:
-        plan.plan_ragged(*self._host_indptr)
+        if self._use_cuda_graph:
+            plan.plan_ragged(*self._host_indptr, graphs=self._float_workspace_buffer)
+        else:
+            plan.plan_ragged(*self._host_indptr)
 
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args, q_scale: Optional[float] = None,
@@ -263,6 +279,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
             refuse("o_scale", o_scale, "1.0, as outputs are not fp8")
         if self._kv_layout == "HND":
             k, v = k.transpose(0, 1), v.transpose(0, 1)
+        if self._use_cuda_graph and is_captured(q):
+            self._captured_rows = (q.shape[0], k.shape[0])
         return self._run(q, k, v, args, q_scale, k_scale, v_scale, out, lse, return_lse)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
@@ -353,6 +371,74 @@ def trtllm_batch_context_with_kv_cache(
     k, v = unpack_kv(kv_cache)
     return _context(query, k, v, block_tables, seq_lens, bmm1_scale, bmm2_scale, cum_seq_lens_q, window_left, out,
                     kv_layout, sinks, kv_cache_sf, causal, lse, return_lse)
+
+
+def _packed(name: str, lens: Optional[torch.Tensor], offsets: Optional[torch.Tensor], width: int, what: str):
+    """Offsets in tokens of requests that lie one after another, by their lengths or by ``offsets`` in multiples of ``width``
+    elements; both, if given, must say the same of requests that have tokens."""
+    starts = None if offsets is None else [n // width for n in host(offsets).flatten().tolist()]
+    if lens is None:
+        if starts is None:
+            raise ValueError(f"{name} is missing, expected it or {what} in tokens")
+        return host_i32(starts)
+    ends = [0]
+    for n in host(lens).flatten().tolist():
+        ends.append(ends[-1] + n)
+    if starts is not None and any(b > a and s != a for a, b, s in zip(ends, ends[1:], starts)):
+        refuse(what, "gaps between requests", "those of requests that lie one after another")
+    return host_i32(ends)
+
+
+def cudnn_batch_prefill_with_kv_cache(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scale: float, workspace_buffer: torch.Tensor, *,
+    max_token_per_sequence: int, max_sequence_kv: int, actual_seq_lens_q: Optional[torch.Tensor] = None,
+    actual_seq_lens_kv: Optional[torch.Tensor] = None, block_tables: Optional[torch.Tensor] = None, causal: bool,
+    return_lse: bool, q_scale=None, k_scale=None, v_scale=None, batch_offsets_q: Optional[torch.Tensor] = None,
+    batch_offsets_o: Optional[torch.Tensor] = None, batch_offsets_k: Optional[torch.Tensor] = None,
+    batch_offsets_v: Optional[torch.Tensor] = None, batch_offsets_stats: Optional[torch.Tensor] = None,
+    batch_offsets_units: str = "elements", out: Optional[torch.Tensor] = None, lse: Optional[torch.Tensor] = None,
+    is_cuda_graph_compatible: bool = False, backend: Optional[str] = None, o_data_type=None,
+):
+    """Prefill over pages ``[pages, kv_heads, page_size, head_dim]`` with ``block_tables``, or over keys and values that lie one
+    request after another; planned anew each time. Returns ``(out, lse)``, ``lse`` being of base e,
+    ``[batch, max_token_per_sequence, qo_heads]``, or None. Lengths and offsets on a device cost a copy and a wait each.
+    Ignored: ``workspace_buffer``, ``max_sequence_kv``, ``is_cuda_graph_compatible``, ``backend``, ``batch_offsets_stats``."""
+    if batch_offsets_units not in ("elements", "tokens"):
+        raise ValueError(f"batch_offsets_units is {batch_offsets_units!r}, expected 'elements' or 'tokens'")
+    width = lambda t: t.shape[-2] * t.shape[-1] if batch_offsets_units == "elements" else 1
+    heads = q.shape[1]
+    dtype = dtype_of(o_data_type) or (q.dtype if q.dtype.itemsize > 1 else torch.bfloat16)
+    if out is None:
+        out = torch.empty((q.shape[0], heads, v_cache.shape[-1]), dtype=dtype, device=q.device)
+    qo = _packed("actual_seq_lens_q", actual_seq_lens_q, batch_offsets_q, width(q), "batch_offsets_q")
+    if batch_offsets_o is not None:
+        _packed("actual_seq_lens_q", actual_seq_lens_q, batch_offsets_o, width(out), "batch_offsets_o")
+    stats = torch.empty((q.shape[0], heads), dtype=F32, device=q.device) if return_lse else None
+    variant = Attention(heads, q.device, causal=causal)
+    kv_heads = k_cache.shape[1]
+    shape = (heads, kv_heads, q.shape[2], v_cache.shape[-1], q.dtype, stored(k_cache.dtype), out.dtype)
+    plan = _fir.BatchPlan(shape, variant.variant, q, requests=len(qo) - 1)
+    if block_tables is None:
+        kv = _packed("actual_seq_lens_kv", actual_seq_lens_kv, batch_offsets_k, width(k_cache), "batch_offsets_k")
+        if batch_offsets_v is not None:
+            _packed("actual_seq_lens_kv", actual_seq_lens_kv, batch_offsets_v, width(v_cache), "batch_offsets_v")
+        plan.plan_ragged(qo, kv)
+        layout = "NHD"
+    else:
+        if actual_seq_lens_kv is None:
+            raise ValueError("actual_seq_lens_kv is missing, expected it with block_tables")
+        indptr, indices, lens = table_of(block_tables, actual_seq_lens_kv.flatten(), k_cache.shape[2])
+        plan.plan_paged(q, qo, k_cache.shape[2], indptr, indices, lens, last_page=False)
+        layout = "HND"
+    plan.run(q, k_cache, v_cache, out, stats, scale * number(q_scale), variant.params, number(k_scale), number(v_scale), layout)
+    if not return_lse:
+        return out, None
+    natural, ends = base_e(stats), qo.tolist()
+    if lse is None:
+        lse = torch.empty((len(ends) - 1, max_token_per_sequence, heads), dtype=F32, device=q.device)
+    for r, (a, b) in enumerate(zip(ends, ends[1:])):
+        lse[r, : b - a].copy_(natural[a:b])
+    return out, lse
 
 
 def trtllm_ragged_attention_deepseek(

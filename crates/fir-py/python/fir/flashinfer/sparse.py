@@ -24,6 +24,14 @@ def convert_bsr_mask_layout(mask: torch.Tensor, indptr: torch.Tensor) -> torch.T
     return out
 
 
+def check_planned(planned, *given) -> None:
+    """Refuses what a deprecated ``forward`` is told if ``plan`` was told another; what it leaves out is ``plan``'s."""
+    names = ("pos_encoding_mode", "logits_soft_cap", "rope_scale", "rope_theta")
+    for name, now, before in zip(names, given, planned):
+        if now not in (None, "NONE", before):
+            raise ValueError(f"{name} {now!r} mismatches that of plan(), {before!r}")
+
+
 class BlockSparseAttentionWrapper:
     """Row blocks of ``R`` queries see column blocks of ``C`` keys, in CSR form."""
 
@@ -63,6 +71,7 @@ class BlockSparseAttentionWrapper:
                     sizes.append(sizes[-1] + (b - a + 7) // 8)
                 bits = (packed_mask, torch.tensor(sizes, dtype=torch.int32, device=packed_mask.device))
         like = self._float_workspace_buffer
+        self._flags = (pos_encoding_mode, logits_soft_cap, rope_scale, rope_theta)
         self._attention = Attention(
             num_qo_heads, like.device, logits_soft_cap=logits_soft_cap, pos_encoding_mode=pos_encoding_mode,
             rope_scale=rope_scale, rope_theta=rope_theta, mask=bits,
@@ -98,6 +107,7 @@ class BlockSparseAttentionWrapper:
                 use_fp16_qk_reduction: bool = False, logits_soft_cap=None, sm_scale=None, rope_scale=None,
                 rope_theta=None):
         """Deprecated: ``run``; what is given here must be what ``plan`` got."""
+        check_planned(self._flags, pos_encoding_mode, logits_soft_cap, rope_scale, rope_theta)
         if sm_scale is not None:
             self._sm_scale = sm_scale
         return self.run(q, k, v, scale_q, scale_k, scale_v)
@@ -127,7 +137,10 @@ class VariableBlockSparseAttentionWrapper:
         """Plans the mask: ``[kv_heads, rows, cols]``, bool, and the sizes of its blocks."""
         if causal:
             refuse("causal", True, "False: positions of gathered keys are places in the list")
+        if pos_encoding_mode == "ALIBI":
+            refuse("pos_encoding_mode", "ALIBI", "NONE or ROPE_LLAMA: heads are planned in groups, which know no slopes")
         like = self._float_workspace_buffer
+        self._flags = (pos_encoding_mode, logits_soft_cap, rope_scale, rope_theta)
         self._attention = Attention(
             num_qo_heads, like.device, logits_soft_cap=logits_soft_cap, pos_encoding_mode=pos_encoding_mode,
             rope_scale=rope_scale, rope_theta=rope_theta,
@@ -152,6 +165,7 @@ class VariableBlockSparseAttentionWrapper:
     def forward(self, q, k, v, pos_encoding_mode: str = "NONE", use_fp16_qk_reduction: bool = False,
                 logits_soft_cap=None, sm_scale=None, rope_scale=None, rope_theta=None):
         """Deprecated: ``run``; what is given here must be what ``plan`` got."""
+        check_planned(self._flags, pos_encoding_mode, logits_soft_cap, rope_scale, rope_theta)
         if sm_scale is not None:
             self._sm_scale = sm_scale
         return self.run(q, k, v)

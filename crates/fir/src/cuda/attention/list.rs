@@ -62,8 +62,8 @@ impl Room {
         }
     }
 
-    /// Where requests' starts, merges, tokens and items begin, and the end. The number of items is first, they are last: as
-    /// many as there are travel.
+    /// Where requests' starts, merges, tokens and items begin, and the end. The numbers of items and merges are first, items
+    /// are last: as many as there are travel.
     fn offsets(self) -> [usize; 5] {
         let merges = (STARTS + self.starts * 4).next_multiple_of(LINE);
         let tokens = merges + self.merges * size_of::<MergeItem>();
@@ -86,7 +86,7 @@ pub(super) struct List {
     is_empty: bool,
 }
 
-/// Bytes before requests' starts: the number of items.
+/// Bytes before requests' starts: the numbers of items and of merges.
 const STARTS: usize = 16;
 
 /// Bytes of an item; the parts of a list begin at multiples of it.
@@ -160,7 +160,7 @@ impl List {
         // Everything is written where it stays: what is put together elsewhere and copied costs 10 ns each, as the copy's
         // wide loads wait for the narrow stores before them.
         let words: &mut [i32] = bytemuck::cast_slice_mut(head);
-        words[0] = count as i32;
+        (words[0], words[1]) = (count as i32, merges as i32);
         let mut start = 0i32;
         for (to, &len) in words[STARTS / 4..at_merges / 4].iter_mut().zip(kv_lens) {
             *to = start;
@@ -249,6 +249,11 @@ impl List {
     /// Where the number of items is.
     pub(super) fn count(&self) -> Address {
         self.at(0)
+    }
+
+    /// Where the number of merges is.
+    pub(super) fn merge_count(&self) -> Address {
+        self.at(4)
     }
 
     pub(super) fn starts(&self) -> Address {

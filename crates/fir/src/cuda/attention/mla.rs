@@ -19,6 +19,7 @@ params! {
         q_pe: Address,
         q_pe_token: u64,
         q_pe_head: u64,
+        merge_count: Address,
         box_rows: i32,
         pad: i32,
     }
@@ -69,9 +70,12 @@ pub(super) fn merge(spec: &Spec, hooks: &Hooks, cluster: u32) -> Source {
     source(spec, hooks, cluster, "mla_merge")
 }
 
-pub(super) fn merge_grid(merges: usize, cluster: u32) -> Grid {
+/// `merges`: none if they are not known, as in a graph, whose blocks take turns then.
+pub(super) fn merge_grid(gpu: &Gpu, merges: Option<usize>, cluster: u32) -> Grid {
+    let all = gpu.properties().multiprocessors * 8;
+    let blocks = merges.map_or(all, |merges| merges as u32 * (ROWS as u32 / 2) * cluster);
     // Two rows to a block, which starts while the last parts are written, and waits for them.
-    Grid { early: true, ..Grid::new(merges as u32 * (ROWS as u32 / 2) * cluster, 256) }
+    Grid { early: true, ..Grid::new(blocks, 256) }
 }
 
 /// Everything that is compiled ahead.
@@ -110,7 +114,7 @@ impl Tensors {
     }
 
     /// The kernel's own parameters.
-    pub(super) fn params(&self, gpu: &Gpu, dtype: DType) -> Result<MlaParams> {
+    pub(super) fn params(&self, gpu: &Gpu, dtype: DType, merge_count: Address) -> Result<MlaParams> {
         // Of 8, 16 or 32 rows, as they divide a page; a block of a pair asks for 32 of a tile.
         let rows = 1 << self.page_size.trailing_zeros().min(5);
         let groups = u64::from(self.page_size / 8);
@@ -137,6 +141,7 @@ impl Tensors {
             q_pe: self.q_pe.start,
             q_pe_token: self.q_pe.token,
             q_pe_head: self.q_pe.head,
+            merge_count,
             box_rows: rows as i32,
             pad: 0,
         })

@@ -375,7 +375,8 @@ impl Plan {
             })?;
             list.fill(&lane.schedule, batch, order)?;
             match lane.instance.form {
-                Form::Mla(cluster) if lane.merge.is_none() && !lane.schedule.merges().is_empty() => {
+                // Also where this batch was not cut: a graph of it may be replayed for one that was.
+                Form::Mla(cluster) if lane.merge.is_none() => {
                     lane.merge = Some(self.gpu.kernel(mla::merge(&self.spec, &self.hooks, cluster))?);
                 }
                 Form::Hopper => {
@@ -663,7 +664,9 @@ impl Plan {
                         kv_type: form::number(spec.kv),
                     }));
                 }
-                Form::Mla(_) => bytes.extend_from_slice(bytemuck::bytes_of(&latent.params(gpu, spec.kv)?)),
+                Form::Mla(_) => {
+                    bytes.extend_from_slice(bytemuck::bytes_of(&latent.params(gpu, spec.kv, list.merge_count())?))
+                }
             }
             // Behind what the lanes before have.
             let [rows, merges] = self.parts_before(i).map(|n| n as u64);
@@ -696,7 +699,13 @@ impl Plan {
             self.launch(gpu, &call, &kernel, grid, &bytes)?;
             behind = true;
             if let (Form::Mla(cluster), Some(merge)) = (instance.form, &lane.merge) {
-                self.launch(gpu, &call, merge, mla::merge_grid(lane.schedule.merges().len(), cluster), &bytes)?;
+                let merges = match gpu.stream() {
+                    Some(stream) if stream.is_recorded()? => None,
+                    _ => Some(lane.schedule.merges().len()),
+                };
+                if merges != Some(0) {
+                    self.launch(gpu, &call, merge, mla::merge_grid(gpu, merges, cluster), &bytes)?;
+                }
             }
         }
         call.finish()?;

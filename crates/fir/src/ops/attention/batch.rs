@@ -692,7 +692,7 @@ fn last_shown(hidden: &impl Fn(u32, u32) -> bool, lo: u32, hi: u32) -> Option<u3
 }
 
 /// Most query tokens of a batch: a plan holds 16 bytes for each, and is made before their memory is seen.
-const MAX_TOKENS: usize = 1 << 24;
+pub(super) const MAX_TOKENS: usize = 1 << 24;
 
 /// Query tokens that a plan can be made for.
 pub(super) fn check_tokens(op: &'static str, qo: &Ragged, heads: usize) -> Result<()> {

@@ -9,8 +9,8 @@
 
 use super::asked;
 use super::batch::{
-    Backend, check_batch, check_output, check_q, check_scale, check_split, check_table, output_sink, same_lens,
-    split_scale,
+    Backend, MAX_TOKENS, check_batch, check_output, check_q, check_scale, check_split, check_table, output_sink,
+    same_lens, split_scale,
 };
 use crate::cpu::attention::{self as kernel, Index, Launch, Operand, Shape};
 #[cfg(feature = "cuda")]
@@ -41,7 +41,9 @@ pub struct MlaProblem {
     pub causal: bool,
 }
 
-/// A batch of latent attention, scheduled.
+const OP: &str = "MlaPlan";
+
+/// A batch of latent attention, scheduled: immutable between refills, reusable by every layer of a step.
 #[must_use = "a plan does nothing until `run`"]
 #[derive(Debug)]
 pub struct MlaPlan {
@@ -53,6 +55,9 @@ pub struct MlaPlan {
     /// Offsets of the requests' query tokens.
     qo: Vec<i32>,
     tokens: Vec<Token>,
+    /// Query tiles; those of a GPU's kernel for long ones apart.
+    entries: Vec<Entry>,
+    long: Vec<Entry>,
     schedule: Schedule,
     variant: Variant,
     program: RowProgram,
@@ -85,14 +90,21 @@ impl MlaPlan {
     /// * `qo`: query tokens of each request (1 for decode)
     /// * `kv_lens`: cached tokens of each request, the query tokens included
     pub fn new(exec: &Exec, problem: MlaProblem, qo: &Ragged, kv_lens: &[u32], split: Split) -> Result<Self> {
-        const OP: &str = "MlaPlan";
+        let mut plan = Self::with_capacity(exec, problem, qo.batch(), split)?;
+        plan.refill(qo, kv_lens)?;
+        Ok(plan)
+    }
+
+    /// An empty plan with room for `requests`; [`Self::refill`] gives it a batch, in the memory of the one before. What that
+    /// means on a GPU, and for graphs, is said at [`BatchPlan::with_capacity`](super::BatchPlan::with_capacity).
+    pub fn with_capacity(exec: &Exec, problem: MlaProblem, requests: usize, split: Split) -> Result<Self> {
         problem.check(OP)?;
+        if requests > MAX_TOKENS {
+            return Err(Error::value(OP, "requests", requests, "at most 2^24"));
+        }
         check_split(OP, split)?;
-        check_batch(OP, qo, kv_lens, problem.heads)?;
         let variant = if problem.causal { variant::causal() } else { variant::standard() };
         let program = RowProgram::new(&variant, problem.head_dim_ckv + problem.head_dim_kpe, problem.head_dim_ckv)?;
-        let (mut tokens, mut entries, mut long) = (vec![], vec![], vec![]);
-        Token::list(qo.lens(), kv_lens, &mut tokens);
         let types = [problem.q_dtype, problem.kv_dtype, problem.out_dtype];
         let backend = match exec {
             Exec::Cpu(cpu) => Backend::Cpu(Shape::new(cpu, problem.heads, &types)),
@@ -111,13 +123,40 @@ impl MlaPlan {
                     many: false,
                     variant: variant.clone(),
                 };
-                Backend::Cuda(Box::new(gpu_kernel::Plan::new(gpu, spec, [qo.batch(), 1], split, false)?))
+                Backend::Cuda(Box::new(gpu_kernel::Plan::new(gpu, spec, [requests, 1], split, false)?))
             }
         };
-        let workers = exec.workers();
+        Ok(Self {
+            problem,
+            split,
+            workers: exec.workers(),
+            backend,
+            kv_lens: Vec::with_capacity(requests),
+            qo: Vec::with_capacity(requests + 1),
+            tokens: Vec::with_capacity(requests),
+            entries: Vec::with_capacity(requests),
+            long: Vec::new(),
+            schedule: Schedule::default(),
+            variant,
+            program,
+        })
+    }
+
+    /// Plans another batch in the same memory; arguments as of [`Self::new`].
+    pub fn refill(&mut self, qo: &Ragged, kv_lens: &[u32]) -> Result<()> {
+        let problem = &self.problem;
+        check_batch(OP, qo, kv_lens, problem.heads)?;
+        self.kv_lens.clear();
+        self.kv_lens.extend_from_slice(kv_lens);
+        self.qo.clear();
+        self.qo.extend_from_slice(qo.indptr());
+        self.tokens.clear();
+        Token::list(qo.lens(), kv_lens, &mut self.tokens);
+        self.entries.clear();
+        self.long.clear();
         for (r, (&q_len, &kv_len)) in qo.lens().iter().zip(kv_lens).enumerate() {
-            let (tile, is_long) = backend.tile(q_len, problem.heads);
-            let entries = if is_long { &mut long } else { &mut entries };
+            let (tile, is_long) = self.backend.tile(q_len, problem.heads);
+            let entries = if is_long { &mut self.long } else { &mut self.entries };
             for at in (0..q_len).step_by(tile as usize) {
                 let rows = tile.min(q_len - at);
                 let end =
@@ -127,33 +166,38 @@ impl MlaPlan {
                 entries.push(Entry { request, q_start, q_len: rows, kv_start: 0, kv_end, full_end });
             }
         }
-        let mut schedule = Schedule::default();
-        let mut backend = backend;
-        match &mut backend {
+        match &mut self.backend {
             Backend::Cpu(_) => {
-                let cut = Cut { workers, kv_heads: 1, group: problem.heads as u32, split, in_step: false };
-                schedule
-                    .fill(cut, &entries)
-                    .ok_or_else(|| Error::value(OP, "split", format!("{split:?}"), "at most 2^24 partial rows"))?;
+                let (workers, group, split) = (self.workers, problem.heads as u32, self.split);
+                self.schedule
+                    .fill(Cut { workers, kv_heads: 1, group, split, in_step: false }, &self.entries)
+                    .ok_or_else(|| Error::value(OP, "split", format!("{split:?}"), "at most 2^24 partial rows"))
             }
             #[cfg(feature = "cuda")]
-            Backend::Cuda(plan) => {
-                let (entries, long) = (&entries[..], &long[..]);
-                plan.fill(gpu_kernel::Batch { entries, long, tokens: &tokens, kv_lens, kv_base: None })?;
-            }
+            Backend::Cuda(plan) => plan.fill(gpu_kernel::Batch {
+                entries: &self.entries,
+                long: &self.long,
+                tokens: &self.tokens,
+                kv_lens: &self.kv_lens,
+                kv_base: None,
+            }),
         }
-        Ok(Self {
-            problem,
-            split,
-            workers,
-            backend,
-            kv_lens: kv_lens.to_vec(),
-            qo: qo.indptr().to_vec(),
-            tokens,
-            schedule,
-            variant,
-            program,
-        })
+    }
+
+    /// What a graph that records a run with `scratch` counts on: see
+    /// [`BatchPlan::recorded`](super::BatchPlan::recorded).
+    #[cfg_attr(not(feature = "cuda"), expect(unused))]
+    pub fn recorded(&self, scratch: &Scratch) -> Option<u64> {
+        match &self.backend {
+            Backend::Cpu(_) => None,
+            #[cfg(feature = "cuda")]
+            Backend::Cuda(plan) => scratch.holds(plan.sizes()).then(|| plan.recorded()),
+        }
+    }
+
+    /// Query tokens of all requests.
+    pub fn tokens(&self) -> usize {
+        self.tokens.len()
     }
 
     /// Which worker does what.
@@ -165,7 +209,8 @@ impl MlaPlan {
         }
     }
 
-    /// Scratch of exactly the size that [`Self::run`] needs.
+    /// Scratch of exactly the size that [`Self::run`] needs for the batch as it is planned now; on a GPU a balanced plan's
+    /// fits its later batches too.
     pub fn scratch(&self) -> Scratch {
         match &self.backend {
             Backend::Cpu(shape) => Scratch::new(self.partial_floats(), self.workers, self.tile_floats(*shape)),

@@ -6,7 +6,8 @@ use crate::error::Result;
 use crate::exec::Exec;
 use crate::kv::Ragged;
 use crate::ops::gemm::{self, GroupedArgs};
-use crate::ops::moe::{self, FfnArgs, Gate, Groups, RouteArgs, Routing, Score};
+use crate::ops::lora::{self, AdaptArgs, RowOf};
+use crate::ops::moe::{self, FfnArgs, Gate, Groups, RouteArgs, Routing, Score, TableRouteArgs};
 use crate::tensor::{DType, Scaled};
 
 /// A matrix (or a batch of them), with scales or without.
@@ -118,6 +119,45 @@ pub(super) fn ffn(exec: &Exec, b: &mut Bytes<'_>) -> Result<()> {
     let mut out = b.tensor(x_type, &[tokens, hidden]);
     let (x, ids, weights, w_gate_up, w_down) = (x.view()?, ids.view()?, weights.view()?, up.view()?, down.view()?);
     let result = moe::moe_ffn(exec, FfnArgs { x, ids, weights, w_gate_up, w_down, gate, out: out.view_mut()? });
+    out.assert_only_elements_written();
+    result
+}
+
+pub(super) fn route_by_table(exec: &Exec, b: &mut Bytes<'_>) -> Result<()> {
+    let (dtype, id_type, tokens, top_k) = (b.float(), b.int(), b.size(), b.below(6));
+    let (experts, vocabulary) = (b.below(9) + 1, b.below(30) + 1);
+    let logits = b.tensor(dtype, &[tokens, experts]);
+    let named = b.ids(id_type, &[tokens], |b, _| b.below(vocabulary) as i64);
+    let table = b.ids(DType::I32, &[vocabulary, top_k], |b, _| b.below(experts) as i64);
+    let shared = (b.byte() < 128).then(|| b.f32());
+    let slots = top_k + usize::from(shared.is_some());
+    let (mut ids, mut weights) = (b.tensor(DType::I32, &[tokens, slots]), b.tensor(DType::F32, &[tokens, slots]));
+    let (logits, tokens, table) = (logits.view()?, named.view()?, table.view()?);
+    let args = TableRouteArgs { logits, tokens, table, shared, ids: ids.view_mut()?, weights: weights.view_mut()? };
+    let result = moe::route_by_table(exec, args);
+    ids.assert_only_elements_written();
+    weights.assert_only_elements_written();
+    result
+}
+
+pub(super) fn adapt(exec: &Exec, b: &mut Bytes<'_>) -> Result<()> {
+    let (dtype, id_type, pairs, tokens) = (b.float(), b.int(), b.size() % 40, b.below(9));
+    let (adapters, experts, inputs, outputs) = (b.below(3) + 1, b.below(4) + 1, b.size() % 90, b.size() % 50);
+    let [x_of, out_of] = [(); 2].map(|()| [RowOf::Pair, RowOf::Token][b.below(2)]);
+    let count = |of| if of == RowOf::Pair { pairs } else { tokens };
+    let x = b.tensor(dtype, &[count(x_of), inputs]);
+    let weights = b.tensor(dtype, &[adapters, experts, outputs, inputs]);
+    let of_tokens = b.ids(id_type, &[pairs], |b, _| b.below(tokens + 2) as i64 - 1);
+    let of_experts = b.ids(id_type, &[pairs], |b, _| b.below(experts) as i64);
+    let own = b.ids(id_type, &[tokens], |b, _| b.below(adapters + 1) as i64 - 1);
+    let factors = b.tensor(DType::F32, &[pairs]);
+    let factors = if b.byte() < 128 { Some(factors.view()?) } else { None };
+    let (out_type, add) = (if b.byte() < 200 { DType::F32 } else { dtype }, b.byte() < 128);
+    let mut out = b.tensor(out_type, &[count(out_of), outputs]);
+    let (x, weights, tokens) = (x.view()?, weights.view()?, of_tokens.view()?);
+    let (experts, adapters) = (of_experts.view()?, own.view()?);
+    let args = AdaptArgs { x, x_of, weights, tokens, experts, adapters, factors, add, out: out.view_mut()?, out_of };
+    let result = lora::adapt(exec, args);
     out.assert_only_elements_written();
     result
 }

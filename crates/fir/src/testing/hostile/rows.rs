@@ -66,6 +66,26 @@ pub(super) fn layer_norm_quant(exec: &Exec, b: &mut Bytes<'_>) -> Result<()> {
     result
 }
 
+pub(super) fn modulated_layer_norm(exec: &Exec, b: &mut Bytes<'_>) -> Result<()> {
+    let (dtype, hidden) = (b.float(), b.size());
+    let shape = rows(b, hidden);
+    let (x, residual, x_scale) = (b.tensor(dtype, &shape), b.tensor(dtype, &shape), b.tensor(DType::F32, &[1]));
+    let (terms, columns) = ([(); 3].map(|()| b.tensor(dtype, &shape)), b.tensor(DType::F32, &[hidden]));
+    let mut given = |x| if b.byte() < 128 { Some(x) } else { None };
+    let (residual, x_scale) = (given(residual.view()?), given(x_scale.view()?));
+    let mut term = |i: usize| -> Result<norm::Modulation<'_>> {
+        Ok(norm::Modulation { plus: i as f32, rows: given(terms[i].view()?), columns: given(columns.view()?) })
+    };
+    let (gate, scale, shift) = (term(0)?, term(1)?, term(2)?);
+    let (mut sum, mut out, eps) = (b.tensor(dtype, &shape), b.tensor(dtype, &shape), b.f32());
+    let (x, residual_out, to) = (x.view()?, sum.view_mut()?, out.view_mut()?);
+    let args = norm::ModulatedArgs { x, x_scale, residual, gate, scale, shift, eps, residual_out, out: to };
+    let result = norm::modulated_layer_norm(exec, args);
+    sum.assert_only_elements_written();
+    out.assert_only_elements_written();
+    result
+}
+
 pub(super) fn qk_rms_norm(exec: &Exec, b: &mut Bytes<'_>) -> Result<()> {
     let (dtype, tokens, dim) = (b.float(), b.size(), b.size());
     let (mut q, mut k) = (b.tensor(dtype, &[tokens, 4, dim]), b.tensor(dtype, &[tokens, 2, dim]));

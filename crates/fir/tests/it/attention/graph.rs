@@ -1,9 +1,9 @@
 //! Plans in CUDA graphs: recorded once, refilled, replayed.
 #![cfg(feature = "cuda")]
 
-use fir::attention::{BatchArgs, BatchPlan, DecodeArgs, DecodePlan, Problem, Split};
+use fir::attention::{BatchArgs, BatchPlan, DecodeArgs, DecodePlan, MlaArgs, MlaPlan, MlaProblem, Problem, Split};
 use fir::exec::{Gpu, Graph};
-use fir::kv::{Kv, KvLayout, PageTable, PagedKv, Ragged};
+use fir::kv::{Kv, KvLayout, PageTable, PagedKv, PagedMla, Ragged};
 use fir::testing::Rng;
 use fir::variant::{self, Params};
 use fir::{DType, Exec, Tensor};
@@ -139,6 +139,55 @@ fn offsets_and_pages_may_be_in_buffers_of_the_callers() {
     assert_eq!(run(PageTable::in_buffers(&step.gpu, 16, 132, (&indptr, offsets.view()), ids, &lens)), own);
     let short = PageTable::in_buffers(&step.gpu, 16, 132, (&[0; 9], offsets.view()), ids, &[0; 8]);
     assert!(short.unwrap_err().to_string().contains("`indptr`"));
+}
+
+#[test]
+fn latent_attention_is_recorded_once_and_refilled() {
+    let Some(step) = Step::new() else { return };
+    let tensor = |seed, shape: &[usize]| {
+        let x = Tensor::from_f32(DType::BF16, &Rng::new(seed).normals(shape.iter().product()), shape);
+        x.unwrap().to_device(&step.gpu).unwrap()
+    };
+    let (ckv, kpe) = (tensor(4, &[132, 16, 512]), tensor(5, &[132, 16, 64]));
+    for (heads, causal, q_len) in [(128, false, 1), (16, false, 1), (128, true, 2), (16, true, 3)] {
+        let bf16 = DType::BF16;
+        let types = (bf16, bf16, bf16);
+        let problem = MlaProblem {
+            heads,
+            head_dim_ckv: 512,
+            head_dim_kpe: 64,
+            q_dtype: types.0,
+            kv_dtype: types.1,
+            out_dtype: types.2,
+            causal,
+        };
+        let (qo, tokens) = (Ragged::from_lens(&[q_len; 3]).unwrap(), 3 * q_len as usize);
+        let (q_nope, q_pe) = (tensor(6, &[tokens, heads, 512]), tensor(7, &[tokens, heads, 64]));
+        let [mut out, mut again] = [(); 2].map(|()| tensor(8, &[tokens, heads, 512]));
+        let mut plan = MlaPlan::with_capacity(&step.exec, problem, 3 * q_len as usize, Split::Balanced).unwrap();
+        // Short at first: nothing is cut, and nothing merged, while the graph is recorded.
+        let first = [40, 5, 33];
+        plan.refill(&qo, &first).unwrap();
+        let (mut scratch, table) = (plan.scratch(), step.table(first));
+        let run = |plan: &MlaPlan, table: &PageTable<'_>, scratch: &mut _, out: &mut Tensor| {
+            let kv = PagedMla::new(ckv.view(), kpe.view())?;
+            let (q_nope, q_pe, out) = (q_nope.view(), q_pe.view(), out.view_mut());
+            plan.run(&step.exec, MlaArgs { q_nope, q_pe, kv, table, sm_scale: 0.1, scratch, out, lse: None })
+        };
+        run(&plan, &table, &mut scratch, &mut out).unwrap();
+        let graph = Graph::capture(&step.gpu, || run(&plan, &table, &mut scratch, &mut out)).unwrap();
+        let recorded = plan.recorded(&scratch);
+        let mut results = vec![];
+        for lens in [first, [700, 5, 300], [3, 704, 704], [64, 64, 64], first] {
+            plan.refill(&qo, &lens).unwrap();
+            assert!(recorded.is_some() && plan.recorded(&scratch) == recorded);
+            let got = step.replay(&graph, &out);
+            run(&plan, &step.table(lens), &mut scratch, &mut again).unwrap();
+            assert_eq!(got, again.to_host().unwrap().view().to_f32_vec().unwrap(), "{heads} {lens:?}");
+            results.push(got);
+        }
+        assert!(results[0] == results[4] && results[0] != results[1] && results[1] != results[2]);
+    }
 }
 
 #[test]
