@@ -89,7 +89,7 @@ pub(crate) fn build(definition: &Definition, solution: &Solution, device: &str) 
         "style": if solution.destination_passing() { "destination" } else { "value" },
         "device": device, "key": solution.build_key(), "language": solution.language().name(),
         "sources": solution.sources().iter().map(|s| &s.path).collect::<Vec<_>>(),
-        "flags": solution.flags(), "include_paths": solution.include_paths(),
+        "flags": solution.flags(), "include_paths": solution.include_paths(), "target_hardware": solution.target_hardware(),
         "params": params.unwrap_or("{}"),
         "input_names": names(definition.inputs()), "output_names": names(definition.outputs()),
     }))

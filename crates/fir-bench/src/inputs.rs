@@ -95,7 +95,7 @@ pub struct Ready {
     pub array: Array,
     /// Whether it is a number rather than a tensor.
     pub scalar: bool,
-    /// Whether it was drawn, and may be drawn otherwise.
+    /// Whether its numbers may stand elsewhere in it: what was drawn, and what a file has that is no structure.
     pub random: bool,
 }
 
@@ -157,7 +157,14 @@ pub fn make_inputs(root: &Path, definition: &Definition, workload: &Workload, rn
                 array
             }
         };
-        Ok(Ready { name: name.clone(), array, scalar: spec.shape.is_none(), random: *input == Input::Random })
+        // Whole numbers of a file are indices and lengths. Others mean the same elsewhere, and have to move: a solution that
+        // remembers its outputs would be right on inputs that are always the same.
+        let random = match input {
+            Input::Random => true,
+            Input::Scalar(_) => false,
+            Input::Safetensors { .. } => !spec.dtype.is_integer(),
+        };
+        Ok(Ready { name: name.clone(), array, scalar: spec.shape.is_none(), random })
     };
     definition.inputs().iter().map(one).collect()
 }

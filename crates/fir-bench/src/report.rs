@@ -100,6 +100,19 @@ pub fn escaped(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }
 
+/// A name in an address.
+fn segment(name: &str) -> String {
+    let mut out = String::new();
+    for b in name.bytes() {
+        if b.is_ascii_alphanumeric() || b"-._~".contains(&b) {
+            out.push(char::from(b));
+        } else {
+            let _ = write!(out, "%{b:02X}");
+        }
+    }
+    out
+}
+
 const STYLE: &str = "body{font:15px/1.5 system-ui,sans-serif;max-width:70em;margin:2em auto;padding:0 1em;color:#222;background:#fff}\
 table{border-collapse:collapse;margin:.7em 0}td,th{padding:.25em .8em;border-bottom:1px solid #ddd;text-align:left}\
 td.n{text-align:right;font-variant-numeric:tabular-nums}pre{background:#f6f6f4;padding:1em;overflow:auto}a{color:#0b57d0}\
@@ -231,7 +244,8 @@ pub fn index(set: &TraceSet) -> String {
         let best = lines.first().map_or(String::new(), |l| format!("{} {:.2}×", escaped(l.solution), l.speedup));
         let _ = write!(
             body,
-            "<tr><td><a href=\"/definitions/{0}\">{0}</a><td>{1}<td class=n>{2}<td class=n>{3}<td class=n>{4}<td>{best}</tr>",
+            "<tr><td><a href=\"/definitions/{0}\">{1}</a><td>{2}<td class=n>{3}<td class=n>{4}<td class=n>{5}<td>{best}</tr>",
+            segment(d.name()),
             escaped(d.name()),
             escaped(d.op_type()),
             set.workloads_of(d.name()).count(),
@@ -263,8 +277,8 @@ pub fn definition_page(set: &TraceSet, d: &Definition) -> String {
     if !lines.is_empty() {
         let _ = write!(body, "<h2>Results</h2>{}{}", board(&lines, true), speed_plot(&lines));
         if let [a, b, ..] = lines.as_slice() {
-            let (a, b) = (escaped(a.solution), escaped(b.solution));
-            let _ = write!(body, "<p><a href=\"/compare/{a}/{b}\">{a} beside {b}</a></p>");
+            let (to, a, b) = ([a, b].map(|l| segment(l.solution)).join("/"), escaped(a.solution), escaped(b.solution));
+            let _ = write!(body, "<p><a href=\"/compare/{to}\">{a} beside {b}</a></p>");
         }
     }
     for s in set.solutions_of(d.name()) {
@@ -305,7 +319,8 @@ pub fn definition_page(set: &TraceSet, d: &Definition) -> String {
 pub fn compare_page(set: &TraceSet, a: &Solution, b: &Solution) -> String {
     let (x, y) = (escaped(a.name()), escaped(b.name()));
     let mut body = format!(
-        "<p><a href=\"/definitions/{0}\">{0}</a></p><h1>{x} and {y}</h1><table><tr><th>workload<th>{x}, ms<th>{y}, ms<th>ratio</tr>",
+        "<p><a href=\"/definitions/{}\">{}</a></p><h1>{x} and {y}</h1><table><tr><th>workload<th>{x}, ms<th>{y}, ms<th>ratio</tr>",
+        segment(a.definition()),
         escaped(a.definition())
     );
     for w in set.workloads_of(a.definition()) {

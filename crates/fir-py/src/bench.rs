@@ -53,7 +53,18 @@ fn bench_run(py: Python<'_>, root: PathBuf, native: Vec<OsString>, options: &str
     let names = |field: &str| -> Option<Vec<String>> {
         Some(o[field].as_array()?.iter().filter_map(Value::as_str).map(str::to_owned).collect())
     };
-    let count = |field: &str| o[field].as_u64().map(|n| n as usize);
+    let evaluating = |o: &Value| {
+        let count = |field: &str| o[field].as_u64().map(|n| n as usize);
+        Evaluating {
+            warmup_runs: count("warmup_runs"),
+            iterations: count("iterations"),
+            num_trials: count("num_trials"),
+            rtol: o["rtol"].as_f64(),
+            atol: o["atol"].as_f64(),
+            required_matched_ratio: o["required_matched_ratio"].as_f64(),
+            sampling_draws: count("sampling_draws"),
+        }
+    };
     let mut config = Config::new(python, native);
     config.device = o["device"].as_str().unwrap_or("cpu").into();
     config.isolated = o["use_isolated_runner"] == true;
@@ -63,15 +74,11 @@ fn bench_run(py: Python<'_>, root: PathBuf, native: Vec<OsString>, options: &str
     config.save = o["save"] != false;
     config.profile_baseline = o["profile_baseline"] != false;
     config.timeout = Duration::from_secs(o["timeout_seconds"].as_u64().unwrap_or(300));
-    config.evaluating = Evaluating {
-        warmup_runs: count("warmup_runs"),
-        iterations: count("iterations"),
-        num_trials: count("num_trials"),
-        rtol: o["rtol"].as_f64(),
-        atol: o["atol"].as_f64(),
-        required_matched_ratio: o["required_matched_ratio"].as_f64(),
-        sampling_draws: count("sampling_draws"),
-    };
+    config.evaluating = evaluating(&o);
+    for (field, layer) in [("op_type_config", &mut config.by_op_type), ("definition_config", &mut config.by_definition)]
+    {
+        layer.extend(o[field].as_object().into_iter().flatten().map(|(name, o)| (name.clone(), evaluating(o))));
+    }
     py.detach(|| {
         let mut set = TraceSet::load(root).map_err(wrong)?;
         let mut skipped = Vec::new();

@@ -26,6 +26,8 @@ pub(super) struct Attempt<'a> {
     /// Its time in each trial, and the reference's.
     pub(super) times: Vec<[f64; 2]>,
     pub(super) checked_ms: f64,
+    /// Whether its timed calls had inputs of their own.
+    pub(super) fresh: bool,
     pub(super) correctness: Correctness,
     pub(super) verdict: Option<Failed>,
 }
@@ -70,6 +72,7 @@ impl Bench<'_> {
             );
             return Err((Status::RuntimeError, why));
         }
+        a.fresh &= trial.inputs.iter().any(|i| i.random && i.array.len() > 1);
         let none = || (Status::RuntimeError, "no call was timed".to_owned());
         a.times.push([median(&answer["times"]).ok_or_else(none)?, trial.reference_ms]);
         Ok(())
@@ -209,6 +212,7 @@ impl<'a> Attempt<'a> {
             deadline: Instant::now() + timeout,
             times: Vec::new(),
             checked_ms: 0.0,
+            fresh: true,
             correctness: Correctness { max_relative_error: 0.0, max_absolute_error: 0.0, extra: None },
             verdict: None,
         }
@@ -228,6 +232,9 @@ impl<'a> Attempt<'a> {
                 "note: a call that was only checked took {:.1} ms, timed ones {latency_ms:.3} ms\n",
                 self.checked_ms
             ));
+        }
+        if !self.fresh {
+            log.push_str("note: all timed calls had the same inputs: the workload draws none, and its files have whole numbers alone\n");
         }
         let performance = Performance { latency_ms, reference_latency_ms, speedup_factor };
         Evaluation::passed(environment, log, self.correctness, performance)

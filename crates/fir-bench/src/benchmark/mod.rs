@@ -4,8 +4,8 @@
 //!
 //! 1. Inputs are drawn from the seed, and the reference runs on them, in a worker of its own.
 //! 2. Each solution runs once in its worker; its outputs are compared.
-//! 3. It is timed. Every timed call has inputs that no call had before (random ones are moved around by numbers it
-//!    does not know), in cold caches, with its outputs poisoned; one call of each trial, chosen beforehand and told to nobody,
+//! 3. It is timed. Every timed call has inputs that no call had before (all but whole numbers of files are moved around by numbers
+//!    it does not know; where nothing can be, the log says so), in cold caches, with its outputs poisoned; one call of each trial, chosen beforehand and told to nobody,
 //!    has its outputs compared with the reference's on the same inputs, looked at again a moment later, and its inputs
 //!    compared with what they were.
 //!

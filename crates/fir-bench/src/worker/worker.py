@@ -15,6 +15,7 @@ import importlib
 import inspect
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -202,10 +203,15 @@ class Worker:
         if kind == "tvm-ffi":
             import tvm_ffi
             pick = lambda *ends: [os.path.join(q["folder"], s) for s in q["sources"] if s.endswith(ends)] or None
+            link = []
+            if pick(".cu") or "cuda" in (t.lower() for t in q["target_hardware"]):
+                # Host code calls the driver and cuBLAS; beside nvcc are the libraries to link with.
+                nvcc = os.path.realpath(shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc")
+                link = [f"-L{os.path.join(os.path.dirname(os.path.dirname(nvcc)), 'lib64')}", "-lcuda", "-lcublas"]
             built = tvm_ffi.cpp.build(
                 name="fir_" + q["key"][:16], cpp_files=pick(".cpp", ".cc", ".cxx", ".c"), cuda_files=pick(".cu"),
                 extra_include_paths=[q["folder"], *q["include_paths"]], extra_cflags=q["flags"],
-                extra_cuda_cflags=q["flags"], build_directory=q["folder"])
+                extra_cuda_cflags=q["flags"], extra_ldflags=link, build_directory=q["folder"])
             self.fn = getattr(tvm_ffi.load_module(built), symbol)
             return {}
         sys.dont_write_bytecode = True

@@ -143,6 +143,37 @@ fn the_librarys_operators_ask() {
     assert!(!first(2, 1e-5));
 }
 
+/// `FIB_ENABLE_APPLY=1` enables what `FIB_DATASET_PATH` has of this CPU: asked in a process of its own, as it is the process's.
+#[test]
+fn the_environment_enables_a_table_of_this_hardware() {
+    type Name = dyn Fn() -> &'static str + Send + Sync;
+    const CHILD: &str = "FIR_BENCH_TEST_CHILD";
+    let op = Op::<Name>::new("scale_h8", Box::new(|| "own")).solution("here", Box::new(|| "here"));
+    if std::env::var_os(CHILD).is_some() {
+        println!("batch 1: {}, batch 64: {}", op.pick(&[1])(), op.pick(&[64])());
+        return;
+    }
+    let root = support::folder("environment");
+    let mut set = TraceSet::new(&root);
+    set.add_definition(Definition::from_value(&support::definition()).unwrap()).unwrap();
+    let solution = python("here", "test", "def run(x, factor):\n    return x\n");
+    set.add_solution(Solution::from_value(&solution).unwrap()).unwrap();
+    for (batch, hardware) in [(1u64, fir_bench::benchmark::cpu_name()), (64, "another".into())] {
+        let of = trace("here", &workload(batch, &format!("w{batch}")), Status::Passed, 1.0);
+        let text = of.to_json().replace("\"hardware\":\"test\"", &format!("\"hardware\":{}", json!(hardware)));
+        set.add_trace(Trace::parse(&text, "trace").unwrap()).unwrap();
+    }
+    set.save(&root).unwrap();
+    let said = |enabled: &str| {
+        let mut child = std::process::Command::new(std::env::current_exe().unwrap());
+        child.args(["--exact", "apply::the_environment_enables_a_table_of_this_hardware", "--nocapture"]);
+        let output = child.env(CHILD, "1").env("FIB_ENABLE_APPLY", enabled).env("FIB_DATASET_PATH", &root).output();
+        String::from_utf8(output.unwrap().stdout).unwrap()
+    };
+    assert!(said("1").contains("batch 1: here, batch 64: own"), "{}", said("1"));
+    assert!(said("0").contains("batch 1: own, batch 64: own"), "{}", said("0"));
+}
+
 #[test]
 fn reports_say_who_leads_and_escape_names() {
     let set = measured();
@@ -155,6 +186,13 @@ fn reports_say_who_leads_and_escape_names() {
     {
         assert!(html.starts_with("<!doctype html>") && !html.contains("wrong<&>"));
     }
+    let page = report::definition_page(&set, set.definition("scale_h8").unwrap());
+    assert!(page.contains("<a href=\"/compare/large/small\">large beside small</a>"), "{page}");
+    let mut odd = TraceSet::new("unwritten");
+    let mut value = support::definition();
+    value["name"] = "50% #1?".into();
+    odd.add_definition(Definition::from_value(&value).unwrap()).unwrap();
+    assert!(report::index(&odd).contains("<a href=\"/definitions/50%25%20%231%3F\">50% #1?</a>"));
     let both = report::compare_page(&set, set.solution("small").unwrap(), set.solution("large").unwrap());
     assert!(both.contains("batch=64<td class=n>9.0000<td class=n>3.0000<td class=n>3.000"), "{both}");
 }

@@ -8,12 +8,13 @@ use fir::variant::Params;
 use fir::{PageTable, PagedKv, Ragged, gemm, norm};
 use fir_bench::TraceSet;
 use fir_bench::array::Array;
-use fir_bench::benchmark::{Event, run};
-use fir_bench::inputs::{Rng, make_inputs};
+use fir_bench::benchmark::{Config, Evaluating, Event, run};
+use fir_bench::evaluate::Verdict;
+use fir_bench::inputs::{Rng, make_inputs, write_tensors};
 use fir_bench::ops::solution_for;
 use fir_bench::profile::{Tool, profile};
 use fir_bench::record::{Dump, Given, Keep, Recorder};
-use fir_bench::schema::{DType, Definition, Solution, Status, Trace};
+use fir_bench::schema::{Correctness, DType, Definition, Solution, Status, Trace, Workload};
 use serde_json::json;
 
 use crate::support::{self, python, workload};
@@ -84,6 +85,82 @@ fn a_plan_is_made_outside_the_timed_calls_and_without_what_is_drawn() {
     assert!(times.latency_ms < 20.0, "{times:?}");
     // A plan is not given what is drawn.
     assert_eq!(results["greedy"].evaluation().unwrap().status(), Status::RuntimeError);
+}
+
+/// What a file gives moves too, unless it is whole numbers: what remembers its output is wrong there as well.
+#[test]
+fn inputs_from_files_are_fresh_in_timed_calls() {
+    let Some(config) = support::quick() else { return };
+    let cached = "kept = []\ndef run(x, factor):\n    kept.append(x * factor)\n    return kept[0]\n";
+    let mut set = set("files", &[("honest", "def run(x, factor):\n    return x * factor\n"), ("cached", cached)]);
+    let mut x = Array::zeros(DType::Float32, &[6, 8]).unwrap();
+    Rng::new(1, "x").fill(&mut x);
+    write_tensors(&set.root().join("blob/x.safetensors"), &[("x", &x)]).unwrap();
+    let w = json!({"axes": {"batch": 6}, "uuid": "w", "inputs": {
+        "x": {"type": "safetensors", "path": "./blob/x.safetensors", "tensor_key": "x"},
+        "factor": {"type": "scalar", "value": 3.0}}});
+    set.add_trace(Trace::of_workload("scale_h8", &Workload::from_value(&w).unwrap()).unwrap()).unwrap();
+    let results = support::results(&mut set, &config);
+    let evaluation = |name: &str| results[name].evaluation().unwrap();
+    assert_eq!((evaluation("honest").status(), evaluation("honest").log()), (Status::Passed, ""));
+    assert_eq!(evaluation("cached").status(), Status::IncorrectNumerical, "{}", evaluation("cached").log());
+    assert!(evaluation("cached").log().contains("in a timed call"), "{}", evaluation("cached").log());
+}
+
+#[test]
+fn inputs_that_cannot_be_fresh_are_said() {
+    let Some(config) = support::quick() else { return };
+    let mut value = support::definition();
+    value["inputs"]["x"]["dtype"] = "int32".into();
+    value["outputs"]["y"]["dtype"] = "int32".into();
+    value["reference"] = "def run(x, factor):\n    return x + 1\n".into();
+    let mut set = TraceSet::new(support::folder("whole"));
+    set.add_definition(Definition::from_value(&value).unwrap()).unwrap();
+    set.add_solution(Solution::from_value(&python("one", "test", "def run(x, factor):\n    return x + 1\n")).unwrap())
+        .unwrap();
+    let x = Array::zeros(DType::Int32, &[2, 8]).unwrap();
+    write_tensors(&set.root().join("x.safetensors"), &[("x", &x)]).unwrap();
+    let w = json!({"axes": {"batch": 2}, "uuid": "w", "inputs": {
+        "x": {"type": "safetensors", "path": "x.safetensors", "tensor_key": "x"}, "factor": {"type": "scalar", "value": 1.0}}});
+    set.add_trace(Trace::of_workload("scale_h8", &Workload::from_value(&w).unwrap()).unwrap()).unwrap();
+    let results = support::results(&mut set, &config);
+    let evaluation = results["one"].evaluation().unwrap();
+    assert_eq!(evaluation.status(), Status::Passed, "{}", evaluation.log());
+    assert!(evaluation.log().contains("all timed calls had the same inputs"), "{}", evaluation.log());
+}
+
+#[test]
+fn an_op_type_has_an_evaluator_and_limits_of_its_own() {
+    let Some(mut config) = support::quick() else { return };
+    let near = "def run(x, factor):\n    return x * factor + 0.5\n";
+    let mut set = set("evaluators", &[("near", near), ("far", "def run(x, factor):\n    return x * factor + 5\n")]);
+    set.add_trace(Trace::of_workload("scale_h8", &workload(8, "w")).unwrap()).unwrap();
+    let statuses = |set: &mut TraceSet, config: &Config| {
+        let results = support::results(set, config);
+        ["near", "far"].map(|name| results[name].evaluation().unwrap().status())
+    };
+    let wrong = Status::IncorrectNumerical;
+    assert_eq!(statuses(&mut set, &config), [wrong, wrong]);
+    // A tolerance of the op type, and one of the definition over it.
+    config.by_op_type.insert("scale".into(), Evaluating { atol: Some(1.0), ..Evaluating::default() });
+    assert_eq!(statuses(&mut set, &config), [Status::Passed, wrong]);
+    config.by_definition.insert("scale_h8".into(), Evaluating { atol: Some(10.0), ..Evaluating::default() });
+    assert_eq!(statuses(&mut set, &config), [Status::Passed, Status::Passed]);
+    // An evaluator sees the inputs that the outputs are of, those of the timed call too.
+    config.by_definition.clear();
+    config.evaluators.insert(
+        "scale".into(),
+        Arc::new(|_, inputs, got, want, _| {
+            let right = Correctness { max_relative_error: 0.0, max_absolute_error: 0.0, extra: None };
+            let same = (0..got[0].len()).all(|i| (inputs[0].array.get(i) * 3.0 - want[0].get(i)).abs() < 1e-5);
+            let off = got[0].get(0) - want[0].get(0);
+            match (same, off > 1.0) {
+                (true, true) => Verdict::Right(right),
+                _ => Verdict::Wrong(right, format!("{same} {off}")),
+            }
+        }),
+    );
+    assert_eq!(statuses(&mut set, &config), [wrong, Status::Passed]);
 }
 
 #[test]

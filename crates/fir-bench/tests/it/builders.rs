@@ -87,6 +87,49 @@ fn rust_and_cpp_are_built_called_and_judged_as_others_are() {
     }
 }
 
+/// Flags and folders of headers are a solution's own; a crate is built by cargo; what is built once is found again.
+#[test]
+fn flags_headers_and_crates_are_taken_and_builds_kept() {
+    let Some(config) = support::quick() else { return };
+    let root = support::folder("flags");
+    std::fs::write(root.join("factor.h"), "#define FACTOR 3.0f\n").unwrap();
+    let header = CPP
+        .replace("#include <stdio.h>", "#include <stdio.h>\n#include <factor.h>")
+        .replace("x[i] * factor", "x[i] * FACTOR");
+    let mut by_header = solution("header", "cpp", "main.cpp", &header);
+    by_header["spec"]["include_paths"] = json!([root]);
+    let mut by_flag = solution("flag", "cpp", "main.cpp", &CPP.replace("x[i] * factor", "x[i] * FACTOR"));
+    by_flag["spec"]["flags"] = json!(["-DFACTOR=3.0f"]);
+    let mut other_flag = by_flag.clone();
+    (other_flag["name"], other_flag["spec"]["flags"]) = (json!("other_flag"), json!(["-DFACTOR=4.0f"]));
+    let mut by_cargo = solution("crate", "rust", "src/lib.rs", RUST);
+    let manifest = "[package]\nname = \"scale\"\nversion = \"0.1.0\"\nedition = \"2024\"\n\n[lib]\ncrate-type = [\"cdylib\"]\n\n[workspace]\n";
+    // The module lies in the solution's folder, a crate's sources in one of their own.
+    by_cargo["sources"][0]["content"] =
+        RUST.replace("mod fir_bench;", "#[path = \"../fir_bench.rs\"]\nmod fir_bench;").into();
+    by_cargo["sources"].as_array_mut().unwrap().push(json!({"path": "Cargo.toml", "content": manifest}));
+    let mut set = TraceSet::new(&root);
+    set.add_definition(Definition::from_value(&support::definition()).unwrap()).unwrap();
+    set.add_trace(Trace::of_workload("scale_h8", &workload(33, "w")).unwrap()).unwrap();
+    for value in [&by_header, &by_flag, &other_flag, &by_cargo] {
+        set.add_solution(Solution::from_value(value).unwrap()).unwrap();
+    }
+    let results = support::results(&mut set, &config);
+    for (name, status) in [
+        ("header", Status::Passed),
+        ("flag", Status::Passed),
+        ("other_flag", Status::IncorrectNumerical),
+        ("crate", Status::Passed),
+    ] {
+        let evaluation = results[name].evaluation().unwrap();
+        assert_eq!(evaluation.status(), status, "{name}: {}", evaluation.log());
+    }
+    let built = |s: &Solution| fir_bench::build::cache_folder().join("cpp").join(s.build_key()).join("solution.so");
+    let made = std::fs::metadata(built(set.solution("flag").unwrap())).unwrap().modified().unwrap();
+    support::results(&mut set, &config);
+    assert_eq!(std::fs::metadata(built(set.solution("flag").unwrap())).unwrap().modified().unwrap(), made);
+}
+
 const CUDA: &str = "extern \"C\" __global__ void run(const float* x, float* y, int n, float factor) {\n\
   int i = blockIdx.x * blockDim.x + threadIdx.x;\n  if (i < n) y[i] = x[i] * factor;\n}\n";
 

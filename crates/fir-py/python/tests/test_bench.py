@@ -88,6 +88,58 @@ def test_a_benchmark_runs_and_apply_routes(tmp_path):
         bench.apply("rmsnorm_d64", args=(x, weight, 1e-6))
 
 
+def test_what_was_read_is_written_as_it_was(tmp_path):
+    from conftest import shared
+
+    data = shared("data/flashinfer_trace")
+    TraceSet.from_path(data).save(tmp_path)
+    files = {f.relative_to(data) for f in data.rglob("*.json*")}
+    assert len(files) > 100 and files == {f.relative_to(tmp_path) for f in tmp_path.rglob("*.json*")}
+    for file in files:
+        assert (tmp_path / file).read_bytes() == (data / file).read_bytes(), file
+
+
+def test_fields_that_are_not_known_are_kept(tmp_path):
+    text = solution().model_dump()
+    text["origin"], text["spec"]["flags"], text["spec"]["note"] = "\u2028 \u00e9", ["-O1"], {"a": 1}
+    again = Solution.model_validate(text)
+    assert again.spec.flags == ["-O1"] and again.model_dump() == text and again.model_dump()["origin"] == text["origin"]
+    made = TraceSet(tmp_path, {"rmsnorm_d64": definition()}, {"rmsnorm_d64": [again]})
+    made.add_workload_traces([Trace.model_validate({"definition": "rmsnorm_d64", "workload": workload(2).model_dump(), "origin": "\u2028"})])
+    made.save()
+    read = TraceSet.from_path(tmp_path)
+    assert read.get_solution("torch_v1").model_dump() == text and read.workloads["rmsnorm_d64"][0].model_dump()["origin"] == "\u2028"
+    assert again.with_unique_name().name == f"torch_v1_{again.hash()[:8]}"
+    (tmp_path / "definitions/norm/broken.json").write_text('{"name": "x"}')
+    with pytest.raises(ValueError, match="broken.json: Definition needs a field 'op_type'"):
+        TraceSet.from_path(tmp_path)
+
+
+def test_authors_are_ranked_by_their_speed_over_a_baseline(tmp_path):
+    by = lambda name, author: Solution.model_validate({**solution(name).model_dump(), "author": author})
+    made = TraceSet(tmp_path, {"rmsnorm_d64": definition()}, {"rmsnorm_d64": [by("base", "baseline"), by("fast", "ann"), by("flaky", "bob")]})
+    loads = [workload(2), workload(32)]
+    made.add_workload_traces([Trace(definition="rmsnorm_d64", workload=w) for w in loads])
+    passed = lambda name, w, ms: Trace(definition="rmsnorm_d64", workload=w, solution=name, evaluation=Evaluation(
+        status="PASSED", max_absolute_error=0.0, latency_ms=ms))
+    made.add_traces([passed("base", loads[0], 2.0), passed("base", loads[1], 8.0), passed("fast", loads[0], 1.0), passed("fast", loads[0], 3.0),
+                     passed("fast", loads[1], 2.0), passed("flaky", loads[0], 0.1)])
+    made.add_traces([Trace(definition="rmsnorm_d64", workload=loads[1], solution="flaky", evaluation=Evaluation(status="TIMEOUT"))])
+    made.save()
+    summary = TraceSet.from_path(tmp_path).summary()
+    assert (summary.total, summary.passed, summary.failed) == (7, 6, 1)
+    (first, ann), (second, bob) = summary.rankings
+    assert (first, ann.avg_speedup, ann.win_rate, ann.workloads, ann.best_solutions) == ("ann", 3.0, 1.0, 2, {"rmsnorm_d64": "fast"})
+    assert (second, bob.avg_speedup, bob.success_rate) == ("bob", 0.0, 0.0)
+    assert made.get_solution_score("base") is None
+    with pytest.raises(ValueError, match="has 0 solutions by `nobody`, not 1"):
+        made.get_solution_score("fast", "nobody")
+    with pytest.raises(ValueError, match="solution `none` is not in the set"):
+        made.add_traces([passed("none", loads[0], 1.0)])
+    made.backup_traces()
+    assert not TraceSet.from_path(tmp_path).traces and len(list(tmp_path.glob("traces_bak_*/*/*/*.jsonl"))) == 3
+
+
 def test_upstreams_name_finds_it():
     bench.install()
     try:

@@ -12,8 +12,11 @@ import tempfile
 import threading
 
 from .data import TraceSet
+from .tracing import get_tracing_runtime, patched
 
 _stack, _lock, _asked = [], threading.RLock(), False
+#: What can be called in this process.
+_LANGUAGES = ("python", "triton", "tilelang")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +25,8 @@ class ApplyConfig:
 
     ``on_miss_policy``: ``fallback_only``, ``use_nearest`` (within ``nearest`` doublings of all axes together) or
     ``use_def_best``. Upstream's ``max_atol`` of 1e-2 and ``max_rtol`` of 1e-5 leave out nearly all of bf16; here what passed
-    counts, and errors count when asked for.
+    counts, and errors count when asked for. ``hardware``: traces of this device count; without a name those of the device that
+    the call's tensors are on, and those that do not say theirs.
     """
 
     max_atol: float = math.inf
@@ -54,33 +58,85 @@ class ApplyConfigRegistry:
         if definition in self.per_definition and not override:
             raise ValueError(f"`{definition}` has a configuration already")
         self.per_definition[definition] = config
+        return self
+
+    def register_many(self, configs, override=False):
+        """Sets the configurations of several definitions."""
+        for definition, config in configs.items():
+            self.register(definition, config, override)
+        return self
+
+
+@functools.cache
+def _cpu():
+    """The CPU's name, as traces have it."""
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or "CPU"
+
+
+@functools.cache
+def _gpu(index):
+    import torch
+
+    return torch.cuda.get_device_name(index)
+
+
+def hardware_of(values):
+    """Name of the device that a call's tensors are on."""
+    device = next((v.device for v in values if hasattr(v, "device")), None)
+    return _gpu(device.index) if getattr(device, "type", "cpu") == "cuda" else _cpu()
+
+
+def _is_of(value, spec):
+    """Whether a tensor has its definition's element type; a number is of any."""
+    dtype = str(getattr(value, "dtype", spec.dtype.value)).removeprefix("torch.")
+    return spec.shape is None or dtype.removesuffix("fn_x2") == spec.dtype.value
+
+
+def _is_packed(value):
+    return not hasattr(value, "is_contiguous") or value.is_contiguous()
 
 
 class _Entry:
-    """Best solutions of a definition, by the values of its variable axes."""
+    """Best solutions of a definition, by hardware and by the values of its variable axes."""
 
     def __init__(self, trace_set, definition, config):
-        self.definition, self.config, self.by_key = definition, config, {}
-        best = {}
+        self.definition, self.config, self.tables = definition, config, {}
+        solutions = [s for s in trace_set.solutions.get(definition.name, []) if s.spec.language.value in _LANGUAGES]
+        # Kernels were measured on packed tensors and may take them for granted; torch takes tensors as they lie.
+        self.any_strides = {s.name: s.spec.language.value == "python" for s in solutions}
+        self.rows = []
         for t in trace_set.filter_traces(definition.name, config.max_atol, config.max_rtol):
-            if config.hardware not in (None, t.evaluation.environment.hardware):
-                continue
-            key, ms = tuple(t.workload.axes.get(a, 0) for a in definition.var_axes), t.evaluation.performance.latency_ms
-            if ms < best.get(key, (math.inf,))[0]:
-                best[key] = (ms, t.solution)
-        self.by_key = {key: solution for key, (_, solution) in best.items()}
-        wins = list(self.by_key.values())
-        self.best = max(sorted(set(wins)), key=wins.count, default=None)
+            if t.solution in self.any_strides:
+                key = tuple(t.workload.axes.get(a, 0) for a in definition.var_axes)
+                self.rows.append((t.evaluation.environment.hardware, key, t.evaluation.performance.latency_ms, t.solution))
 
-    def choose(self, key):
-        if key in self.by_key or not self.by_key:
-            return self.by_key.get(key)
+    def table(self, hardware):
+        """Solutions by axes, and the one that is best most often, on a device; on any without a name."""
+        if hardware not in self.tables:
+            best = {}
+            for where, key, ms, solution in self.rows:
+                if hardware in (None, where) or where == "unknown":
+                    best[key] = min(best.get(key, (math.inf, "")), (ms, solution), key=lambda x: x[0])
+            by_key = {key: solution for key, (_, solution) in best.items()}
+            wins = list(by_key.values())
+            self.tables[hardware] = by_key, max(sorted(set(wins)), key=wins.count, default=None)
+        return self.tables[hardware]
+
+    def choose(self, key, hardware=None):
+        by_key, best = self.table(self.config.hardware or hardware)
+        if key in by_key or not by_key:
+            return by_key.get(key)
         if self.config.on_miss_policy == "use_def_best":
-            return self.best
+            return best
         if self.config.on_miss_policy == "use_nearest":
             far = lambda k: sum(abs(math.log2(max(a, 1) / max(b, 1))) for a, b in zip(k, key))
-            near = min(sorted(self.by_key), key=far)
-            return self.by_key[near] if far(near) <= self.config.nearest else None
+            near = min(sorted(by_key), key=far)
+            return by_key[near] if far(near) <= self.config.nearest else None
         return None
 
 
@@ -89,8 +145,7 @@ class ApplyRuntime:
 
     def __init__(self, trace_set=None, config=None):
         if not isinstance(trace_set, TraceSet):
-            usual = "~/.cache/flashinfer_bench/dataset"
-            trace_set = TraceSet.from_path(trace_set or os.environ.get("FIB_DATASET_PATH", os.path.expanduser(usual)))
+            trace_set = TraceSet.from_path(trace_set)
         if not isinstance(config, ApplyConfigRegistry):
             config = ApplyConfigRegistry(config) if config else ApplyConfigRegistry()
         self.trace_set, self.entries, self.built = trace_set, {}, {}
@@ -100,10 +155,11 @@ class ApplyRuntime:
                 self.entries[name] = _Entry(trace_set, definition, of)
 
     def start(self):
-        """Enables it, over what is enabled already."""
+        """Enables it, over what is enabled already; calls of ``flashinfer`` ask as long as something is enabled."""
         with _lock:
             if not _stack or _stack[-1] is not self:
                 _stack.append(self)
+            patched("apply", True)
         return self
 
     def stop(self):
@@ -113,6 +169,7 @@ class ApplyRuntime:
                 raise RuntimeError("another runtime was enabled later and is still enabled")
             if self in _stack:
                 _stack.pop()
+            patched("apply", bool(_stack))
 
     def __enter__(self):
         return self.start()
@@ -126,31 +183,28 @@ class ApplyRuntime:
         entry = self.entries.get(name)
         if entry is None:
             return own()
-        names = [*entry.definition.inputs, *entry.definition.outputs]
-        values = list(args)
-        for n in names[len(values):]:
-            if n not in kwargs:
-                break
-            values.append(kwargs[n])
-        ins, outs = len(entry.definition.inputs), len(entry.definition.outputs)
-        if len(values) not in (ins, ins + outs):
+        values = entry.definition.merge_kwargs_to_args(args, kwargs)
+        specs = [*entry.definition.inputs.values(), *entry.definition.outputs.values()]
+        ins = len(entry.definition.inputs)
+        if len(values) not in (ins, len(specs)) or not all(map(_is_of, values, specs)):
             return own()
         try:
-            axes = entry.definition.get_axes_values([getattr(v, "shape", None) for v in values[:ins]])
+            axes = entry.definition.get_axes_values_from_inputs(values[:ins])
         except ValueError:
             return own()
-        chosen = entry.choose(tuple(axes.values()))
-        call = self._build(chosen) if chosen else None
-        if call is None:
+        chosen = entry.choose(tuple(axes.values()), hardware_of(values))
+        if chosen is None or not (entry.any_strides[chosen] or all(_is_packed(v) for v in values)):
             return own()
-        return call(entry.definition, axes, values[:ins], values[ins:])
+        return self._build(chosen)(entry.definition, axes, values[:ins], values[ins:])
 
     def _build(self, name):
         if name not in self.built:
-            solution = self.trace_set.get_solution(name)
-            python = solution is not None and solution.spec.language.value in ("python", "triton", "tilelang")
-            self.built[name] = _load(solution) if python else None
+            self.built[name] = _load(self.trace_set.get_solution(name))
         return self.built[name]
+
+
+def _dtype(torch, spec):
+    return getattr(torch, "float4_e2m1fn_x2" if spec.dtype.value == "float4_e2m1" else spec.dtype.value)
 
 
 def _load(solution):
@@ -178,7 +232,7 @@ def _load(solution):
             if not made:
                 device = next((x.device for x in inputs if hasattr(x, "device")), "cpu")
                 for (name, shape), spec in zip(definition.get_output_shapes(axes).items(), definition.outputs.values()):
-                    made.append(torch.empty(shape or (), dtype=getattr(torch, spec.dtype.value), device=device))
+                    made.append(torch.empty(shape or (), dtype=_dtype(torch, spec), device=device))
             fn(*inputs, *made)
             return None if outputs else made[0] if len(made) == 1 else tuple(made)
         result = fn(*inputs)
@@ -200,6 +254,8 @@ def _fall_back(name, args, kwargs, fallback):
 def get_apply_runtime():
     """The runtime on top; ``FIB_ENABLE_APPLY=1`` enables one when first asked."""
     global _asked
+    if _asked:
+        return _stack[-1] if _stack else None
     with _lock:
         if not _asked:
             _asked = True
@@ -218,6 +274,7 @@ def disable_apply():
     with _lock:
         if get_apply_runtime() is not None:
             _stack.pop()
+        patched("apply", bool(_stack))
 
 
 def apply(name_or_resolver, args=None, kwargs=None, fallback=None):
@@ -233,9 +290,11 @@ def apply(name_or_resolver, args=None, kwargs=None, fallback=None):
 
 
 def _run(name, args, kwargs, fallback):
-    runtime = _stack[-1] if _stack else get_apply_runtime()
+    runtime, recorder = get_apply_runtime(), get_tracing_runtime()
     if callable(name):
         name = name(*args, **kwargs)
+    if recorder is not None:
+        recorder.collect(name, args, kwargs)
     if runtime is None:
         return _fall_back(name, args, kwargs, fallback)
     return runtime.dispatch(name, args, kwargs, fallback)

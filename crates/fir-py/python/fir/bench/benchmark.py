@@ -11,8 +11,22 @@ _WORKER = "import sys; from fir import _fir; _fir.bench_worker(sys.argv[1])"
 
 
 @dataclasses.dataclass
+class EvalConfig:
+    """How an op type or a definition is evaluated; ``None`` is what the layer below says."""
+
+    warmup_runs: int | None = None
+    iterations: int | None = None
+    num_trials: int | None = None
+    rtol: float | None = None
+    atol: float | None = None
+    required_matched_ratio: float | None = None
+    sampling_draws: int | None = None
+
+
+@dataclasses.dataclass
 class BenchmarkConfig:
-    """What is run and how; ``None`` is the usual."""
+    """What is run and how; ``None`` is the usual. The fields that ``EvalConfig`` has go over ``definition_config``, and that over
+    ``op_type_config``, which are dictionaries of it by name."""
 
     use_isolated_runner: bool = False
     definitions: list | None = None
@@ -26,6 +40,8 @@ class BenchmarkConfig:
     atol: float | None = None
     required_matched_ratio: float | None = None
     sampling_draws: int | None = None
+    op_type_config: dict = dataclasses.field(default_factory=dict)
+    definition_config: dict = dataclasses.field(default_factory=dict)
     device: str = "cpu"
     python: str = sys.executable
 

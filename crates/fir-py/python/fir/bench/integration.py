@@ -1,7 +1,8 @@
 """Calls of ``flashinfer`` that ask ``apply`` first; what does not fit goes to the function that was there.
 
-Functions and wrappers of norm, RoPE, sampling, MoE in fp8 blocks, decode, prefill and MLA, and ``torch.nn.functional.linear``. A call fits if it
-uses nothing beyond what its definition has, and the table has a solution for its size.
+Functions and wrappers of norm, RoPE, sampling, MoE in fp8 blocks, GEMM, decode, prefill and MLA, and ``torch.nn.functional.linear``.
+A call fits if it uses nothing beyond what its definition has, and the table has a solution for its size. ``enable_tracing`` sees
+the same calls.
 """
 
 import dataclasses
@@ -9,30 +10,55 @@ import functools
 import importlib
 import inspect
 import math
+import re
 import weakref
 
 from .apply import get_apply_runtime
+from .tracing import _wanted, get_tracing_runtime
 
 _patched, _plans, _MISSED = {}, weakref.WeakKeyDictionary(), object()
 
 
+def _asked():
+    """Whether somebody wants to know of calls."""
+    return get_apply_runtime() is not None or get_tracing_runtime() is not None
+
+
+def _eps_of(definition):
+    """What a norm's definition adds to the mean of the squares: its reference says ``EPS =``, or it is 1e-6."""
+    found = re.search(r"\bEPS = ([0-9.eE+-]+)", definition.reference)
+    return float(found[1]) if found else 1e-6
+
+
+def _arguments(definition, values):
+    """Arguments of a definition in its order, if the call has them all; a norm's ``eps`` must be the definition's."""
+    other = "eps" in values and "eps" not in definition.inputs and values["eps"] != _eps_of(definition)
+    if other or any(values.get(n) is None for n in definition.inputs):
+        return None
+    return tuple(values[n] for n in definition.inputs)
+
+
 def _ask(name, values):
     """The result of the best solution of a definition, given values for its inputs by name; ``_MISSED`` without one."""
-    runtime = get_apply_runtime()
+    runtime, recorder = get_apply_runtime(), get_tracing_runtime()
+    if recorder is not None and name in recorder.trace_set.definitions:
+        args = _arguments(recorder.trace_set.definitions[name], values)
+        if args is not None:
+            recorder.collect(name, args, {})
     entry = runtime.entries.get(name) if runtime else None
-    if entry is None or any(values.get(n) is None for n in entry.definition.inputs):
-        return _MISSED
-    return runtime.dispatch(name, tuple(values[n] for n in entry.definition.inputs), {}, lambda *_: _MISSED)
+    args = _arguments(entry.definition, values) if entry else None
+    return _MISSED if args is None else runtime.dispatch(name, args, {}, lambda *_: _MISSED)
 
 
-def _function(resolve, finish=None):
-    """An adapter of a function: ``resolve`` takes the arguments given, and says a definition's name and its inputs."""
+def _function(resolve, finish=None, like=None):
+    """An adapter of a function: ``resolve`` takes the arguments given, and says a definition's name and its inputs. ``like`` has
+    its arguments, where it is not written in Python and does not say them."""
     def adapter(original):
-        signature = inspect.signature(original)
+        signature = inspect.signature(like or original)
 
         @functools.wraps(original)
         def wrapped(*args, **kwargs):
-            if get_apply_runtime() is not None:
+            if _asked():
                 given = {n: v for n, v in signature.bind(*args, **kwargs).arguments.items() if v is not None}
                 found = resolve(given)
                 result = _ask(*found) if found else _MISSED
@@ -48,13 +74,15 @@ def _only(given, *names):
 
 
 def _rmsnorm(given):
-    if _only(given, "input", "weight", "eps", "out", "enable_pdl") and given.get("eps", 1e-6) == 1e-6:
-        return f"rmsnorm_h{given['weight'].shape[-1]}", {"hidden_states": given["input"], "weight": given["weight"]}
+    if _only(given, "input", "weight", "eps", "out", "enable_pdl"):
+        values = {"hidden_states": given["input"], "weight": given["weight"], "eps": given.get("eps", 1e-6)}
+        return f"rmsnorm_h{given['weight'].shape[-1]}", values
 
 
 def _fused_add_rmsnorm(given):
-    if _only(given, "input", "residual", "weight", "eps", "enable_pdl") and given.get("eps", 1e-6) == 1e-6:
-        values = {"hidden_states": given["input"], "residual": given["residual"], "weight": given["weight"]}
+    if _only(given, "input", "residual", "weight", "eps", "enable_pdl"):
+        values = {"hidden_states": given["input"], "residual": given["residual"], "weight": given["weight"],
+                  "eps": given.get("eps", 1e-6)}
         return f"fused_add_rmsnorm_h{given['weight'].shape[-1]}", values
 
 
@@ -109,6 +137,13 @@ def _rows(given, result):
     return result.reshape(*given["input"].shape[:-1], -1)
 
 
+def _mm(given):
+    a, rows = given["a"], given["b"].T
+    same = str(given.get("out_dtype", "torch.bfloat16")) == str(a.dtype)
+    if same and _only(given, "a", "b", "out", "out_dtype", "pdl", "backend") and a.dim() == 2 and rows.is_contiguous():
+        return f"gemm_n{rows.shape[0]}_k{rows.shape[1]}", {"A": a, "B": rows}
+
+
 def _moe(given):
     """Routings 1 (the best ``top_k``, renormalized) and 2 (DeepSeek's); weights must lie as they were trained."""
     usual = {"do_finalize": True, "use_shuffled_weight": False, "weight_layout": 0, "norm_topk_prob": True,
@@ -151,7 +186,7 @@ def _run(resolve):
         @functools.wraps(original)
         def run(self, *args, **kwargs):
             plan = _plans.get(self)
-            if get_apply_runtime() is not None and plan is not None and _usual(plan) and getattr(self, "_kv_layout", "NHD") == "NHD":
+            if _asked() and plan is not None and _usual(plan) and getattr(self, "_kv_layout", "NHD") == "NHD":
                 given = {n: v for n, v in signature.bind(self, *args, **kwargs).arguments.items() if v is not None}
                 found = resolve(plan, given)
                 result = _ask(*found) if found else _MISSED
@@ -231,7 +266,8 @@ _ADAPTERS = {
     "flashinfer.sampling:top_k_top_p_sampling_from_probs": _function(_sampling("top_k_top_p"), _like_samples),
     "flashinfer.rope:apply_rope_with_cos_sin_cache": _function(_rope, _flat),
     "flashinfer.fused_moe:trtllm_fp8_block_scale_moe": _function(_moe),
-    "torch.nn.functional:linear": _function(_linear, _rows),
+    "flashinfer.gemm:mm_bf16": _function(_mm, _to_out),
+    "torch.nn.functional:linear": _function(_linear, _rows, lambda input, weight, bias=None: None),
     "flashinfer.decode:BatchDecodeWithPagedKVCacheWrapper.plan": _plan,
     "flashinfer.decode:BatchDecodeWithPagedKVCacheWrapper.run": _run(_decode),
     "flashinfer.prefill:BatchPrefillWithPagedKVCacheWrapper.plan": _plan,
@@ -260,12 +296,11 @@ def _patch(key, adapter):
     try:
         target = functools.reduce(getattr, owners, importlib.import_module(module))
         original = getattr(target, name)
-        inspect.signature(original)
-    except (ImportError, AttributeError, ValueError):
+        if key in _patched:
+            return
+        wrapper, places = adapter(original), [target]
+    except Exception:  # what cannot be imported cannot be called either, and packages fail in their own ways
         return
-    if key in _patched:
-        return
-    wrapper, places = adapter(original), [target]
     root = importlib.import_module(module.split(".")[0])
     if not owners and getattr(root, name, None) is original:
         places.append(root)
@@ -275,10 +310,13 @@ def _patch(key, adapter):
 
 
 def install_flashinfer_integrations(*adapters):
-    """Patches what is there of ``flashinfer``; idempotent. Names of what is patched.
+    """Patches what is there of ``flashinfer``, until ``uninstall_flashinfer_integrations``; idempotent. Names of what is patched.
+
+    ``enable_apply`` and ``enable_tracing`` do so as long as they are enabled.
 
     An adapter of one's own has ``targets()``, a list of ``PatchSpec``, and ``make_wrapper(spec, original)``; it goes before ours.
     """
+    _wanted.clear()
     for adapter in adapters:
         for spec in adapter.targets():
             module, _, name = spec.path.rpartition(".")
