@@ -160,46 +160,56 @@ struct RowEnd {
 };
 
 /// Merges what was cut, a launch of its own: the last block to bring a part would take 1.5 us for each of them, as much as
-/// for a tile. grid (merges x 32 kCluster), block 256: two rows, 16 bytes of one for a thread.
+/// for a tile. grid (merges x 16 kCluster), block 256: four rows, 16 bytes of each half of one for a thread, so that 16 requests' blocks
+/// are there at the same time.
 template <class C>
-__global__ void __launch_bounds__(256) mla_merge(const __grid_constant__ MlaParams<typename C::Variant> all) {
+__global__ void __launch_bounds__(256, 4) mla_merge(const __grid_constant__ MlaParams<typename C::Variant> all) {
   using TO = typename C::Out;
-  constexpr int kPerRow = C::kDim / 4, kAhead = 8, kPairs = 32 * C::kCluster;
+  constexpr int kPerRow = C::kDim / 8, kAhead = 4, kFours = 16 * C::kCluster;
   const auto& p = all.common;
-  const int own = blockIdx.x % kPairs * 2 + threadIdx.x / kPerRow, column = threadIdx.x % kPerRow;
+  const int own = blockIdx.x % kFours * 4 + threadIdx.x / kPerRow, column = threadIdx.x % kPerRow;
   wait_for_previous();
-  const MergeItem merge = p.out.merges[blockIdx.x / kPairs];
+  const MergeItem merge = p.out.merges[blockIdx.x / kFours];
   const WorkItem& w = p.items[merge.item];
   if (own >= w.tokens * p.group) return;
-  float m = neg_inf(), d = 0.0f, o[4] = {};
+  float m = neg_inf(), d = 0.0f, o[2][4] = {};
   for (int i = 0; i < merge.parts; i += kAhead) {
     float2 md[kAhead];
-    float4 x[kAhead];
+    float4 x[kAhead][2];
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
       const long long at = merge.first + static_cast<long long>(i + j) * merge.stride + own;
+      const float4* from = reinterpret_cast<const float4*>(p.out.partial_o + at * C::kDim) + column;
       const bool there = i + j < merge.parts;
       md[j] = there ? __ldcg(p.out.partial_md + at) : make_float2(neg_inf(), 0.0f);
-      x[j] = there ? __ldcg(reinterpret_cast<const float4*>(p.out.partial_o + at * C::kDim) + column) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) x[j][h] = there ? __ldcg(from + h * kPerRow) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
     float top = m;
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) top = fmaxf(top, md[j].x);
     const float a = exp2_diff(m, top);
-    m = top, d *= a, o[0] *= a, o[1] *= a, o[2] *= a, o[3] *= a;
+    m = top, d *= a;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) o[h][0] *= a, o[h][1] *= a, o[h][2] *= a, o[h][3] *= a;
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
       const float b = exp2_diff(md[j].x, top);
       d += b * md[j].y;
-      o[0] += b * x[j].x, o[1] += b * x[j].y, o[2] += b * x[j].z, o[3] += b * x[j].w;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) o[h][0] += b * x[j][h].x, o[h][1] += b * x[j][h].y, o[h][2] += b * x[j][h].z, o[h][3] += b * x[j][h].w;
     }
   }
   const long long token = w.q_start + own / p.group;
-  const long long head = static_cast<long long>(w.head_start + int(blockIdx.x / kPairs) - w.merge) * p.group + own % p.group;
+  const long long head = static_cast<long long>(w.head_start + int(blockIdx.x / kFours) - w.merge) * p.group + own % p.group;
   const RowEnd finish(p.out, p.kv.v_scale, m, d, token, head, column == 0);
+  unsigned char* to = p.out.out + token * p.out.out_token + head * p.out.out_head + column * (TO::kBits / 2);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) o[i] = d == 0.0f ? 0.0f : o[i] * finish.scale;
-  store4<TO>(p.out.out + token * p.out.out_token + head * p.out.out_head + column * (TO::kBits / 2), o);
+  for (int h = 0; h < 2; ++h) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) o[h][i] = d == 0.0f ? 0.0f : o[h][i] * finish.scale;
+    store4<TO>(to + h * kPerRow * (TO::kBits / 2), o[h]);
+  }
 }
 
 template <class C>

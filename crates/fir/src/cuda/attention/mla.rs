@@ -70,8 +70,8 @@ pub(super) fn merge(spec: &Spec, hooks: &Hooks, cluster: u32) -> Source {
 }
 
 pub(super) fn merge_grid(merges: usize, cluster: u32) -> Grid {
-    // Two rows to a block, which starts while the last parts are written, and waits for them.
-    Grid { early: true, ..Grid::new(merges as u32 * (ROWS as u32 / 2) * cluster, 256) }
+    // Four rows to a block, which starts while the last parts are written, and waits for them.
+    Grid { early: true, ..Grid::new(merges as u32 * (ROWS as u32 / 4) * cluster, 256) }
 }
 
 /// Everything that is compiled ahead.
