@@ -23,8 +23,8 @@
 // weights are there, they run beside the next scores, and nothing runs beside the softmax after those. So in long units they
 // wait for the scores, the first half before the second one, whose place is wanted later; the places being free later, tiles are
 // asked for ahead to L2. On an H200 (128 heads, pages of 64) 64 x 8192 takes 223 us so, 655 TFLOP/s; 240 with neither, 247 without L2, 242
-// without the wait. The places of units that have just begun are still filling: 64 x 2048 takes 71 us either way, 16 x 2048 34 and 40.
-// Of the 38 us that 16 x 2048 took, queries in three rounds by way of shared memory were 7 (3 now), 8 tiles 14, writing parts
+// without the wait. The places of units that have just begun are still filling: 64 x 2048 takes 71 us either way, 16 x 2048 33 and 40.
+// Of the 38 us that 16 x 2048 took, queries in three rounds by way of shared memory were 7, 8 tiles 14, writing parts
 // 5 and merging them 7.
 //
 // Values that are not finite: in tiles where a position is shown to one row and hidden from another (or is past the end),
