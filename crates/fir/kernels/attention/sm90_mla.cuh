@@ -252,19 +252,21 @@ __global__ void __launch_bounds__(C::kThreads, 1) mla_sm90(const __grid_constant
       RingPlace<C::kRopes> rope;
       // This block's rows of every tile, in boxes of one lane each.
       constexpr int kOwn = C::kTile / kCluster;
-      const int box = all.box_rows, boxes = kOwn / box, in_tile = rank * kOwn + lane * box;
+      const int in_tile = rank * kOwn + lane * all.box_rows;
+      const bool mine = lane < kOwn / all.box_rows;
       for (; unit.any(); unit.next()) {
         const int pages = p.kv.start(unit->pages), end = unit->kv_end;
+        const int ahead_end = end - unit->kv_start > C::kMany ? end - 2 * C::kTile : 0;
         for (int start = unit->kv_start; start < end; start += C::kTile) {
           // Past the end, any row of the last page will do.
           unsigned page;
           long long slot;
           p.kv.place(p.kv.entry(pages, min(start + in_tile, end - 1)), start + in_tile, page, slot);
           const int group = int(slot) >> 3, first = int(page);
-          if (end - unit->kv_start > C::kMany && start + 2 * C::kTile < end && lane < boxes) {
+          if (start + in_tile < ahead_end && mine) {
             // Two tiles on, to L2: what is asked for when its place is free is wanted some 1100 clocks later.
             const int later = start + 2 * C::kTile + in_tile;
-            p.kv.place(p.kv.entry(pages, min(later, end - 1)), later, page, slot);
+            p.kv.place(p.kv.entry(pages, later), later, page, slot);
             tma_prefetch(&all.ckv, 0, 0, 0, int(slot) >> 3, int(page));
             tma_prefetch(&all.ckv, 0, 0, 4, int(slot) >> 3, int(page));
             tma_prefetch(&all.kpe, 0, 0, int(slot) >> 3, int(page));
@@ -274,7 +276,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) mla_sm90(const __grid_constant
             barrier_wait(half_empty + 8 * half.at, half.round ^ 1);
             if (lane == 0) barrier_expect(half_full + 8 * half.at, C::kHalfBytes);
             __syncwarp();
-            if (lane < boxes) {
+            if (mine) {
               mla_load<kCluster>(base + half.at * C::kHalfBytes + in_tile * 512, &all.ckv, half_full + 8 * half.at, 0, 0, 4 * h, group, first);
             }
             half.step();
@@ -282,7 +284,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) mla_sm90(const __grid_constant
           barrier_wait(rope_empty + 8 * rope.at, rope.round ^ 1);
           if (lane == 0) barrier_expect(rope_full + 8 * rope.at, C::kBlockBytes);
           __syncwarp();
-          if (lane < boxes) {
+          if (mine) {
             mla_load<kCluster>(base + C::kRopeAt + rope.at * C::kBlockBytes + in_tile * 128, &all.kpe, rope_full + 8 * rope.at, 0, 0, group,
                                first);
           }
