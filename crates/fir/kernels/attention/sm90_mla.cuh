@@ -23,8 +23,8 @@
 // weights are there, they run beside the next scores, and nothing runs beside the softmax after those. So in long units they
 // wait for the scores, the first half before the second one, whose place is wanted later; the places being free later, tiles are
 // asked for ahead to L2. On an H200 (128 heads, pages of 64) 64 x 8192 takes 223 us so, 655 TFLOP/s; 240 with neither, 247 without L2, 242
-// without the wait. The places of units that have just begun are still filling: 64 x 2048 takes 71 us either way, 16 x 2048 34 and 40.
-// Of the 38 us that 16 x 2048 took, queries in three rounds by way of shared memory were 7 (3 now), 8 tiles 14, writing parts
+// without the wait. The places of units that have just begun are still filling: 64 x 2048 takes 71 us either way, 16 x 2048 33 and 40.
+// Of the 38 us that 16 x 2048 took, queries in three rounds by way of shared memory were 7, 8 tiles 14, writing parts
 // 5 and merging them 7.
 //
 // Values that are not finite: in tiles where a position is shown to one row and hidden from another (or is past the end),
@@ -161,50 +161,59 @@ struct RowEnd {
 };
 
 /// Merges what was cut, a launch of its own: the last block to bring a part would take 1.5 us for each of them, as much as
-/// for a tile. grid (merges x 32 kCluster; in a graph, whose next batch may have others, fewer blocks in turns), block 256: two
-/// rows, 16 bytes of one for a thread.
+/// for a tile. grid (merges x 16 kCluster; in a graph, whose next batch may have others, fewer blocks in turns), block 256: four
+/// rows, 16 bytes of each half of one for a thread, so that 16 requests' blocks are there at the same time.
 template <class C>
-__global__ void __launch_bounds__(256) mla_merge(const __grid_constant__ MlaParams<typename C::Variant> all) {
+__global__ void __launch_bounds__(256, 4) mla_merge(const __grid_constant__ MlaParams<typename C::Variant> all) {
   using TO = typename C::Out;
-  constexpr int kPerRow = C::kDim / 4, kAhead = 8, kPairs = 32 * C::kCluster;
+  constexpr int kPerRow = C::kDim / 8, kAhead = 4, kFours = 16 * C::kCluster;
   const auto& p = all.common;
   const int column = threadIdx.x % kPerRow;
   wait_for_previous();
-  const int units = *all.merge_count * kPairs;
+  const int units = *all.merge_count * kFours;
   for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
-    const int own = unit % kPairs * 2 + threadIdx.x / kPerRow;
-    const MergeItem merge = p.out.merges[unit / kPairs];
+    const int own = unit % kFours * 4 + threadIdx.x / kPerRow;
+    const MergeItem merge = p.out.merges[unit / kFours];
     const WorkItem& w = p.items[merge.item];
     if (own >= w.tokens * p.group) continue;
-    float m = neg_inf(), d = 0.0f, o[4] = {};
+    float m = neg_inf(), d = 0.0f, o[2][4] = {};
     for (int i = 0; i < merge.parts; i += kAhead) {
       float2 md[kAhead];
-      float4 x[kAhead];
+      float4 x[kAhead][2];
 #pragma unroll
       for (int j = 0; j < kAhead; ++j) {
         const long long at = merge.first + static_cast<long long>(i + j) * merge.stride + own;
+        const float4* from = reinterpret_cast<const float4*>(p.out.partial_o + at * C::kDim) + column;
         const bool there = i + j < merge.parts;
         md[j] = there ? __ldcg(p.out.partial_md + at) : make_float2(neg_inf(), 0.0f);
-        x[j] = there ? __ldcg(reinterpret_cast<const float4*>(p.out.partial_o + at * C::kDim) + column) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) x[j][h] = there ? __ldcg(from + h * kPerRow) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
       }
       float top = m;
 #pragma unroll
       for (int j = 0; j < kAhead; ++j) top = fmaxf(top, md[j].x);
       const float a = exp2_diff(m, top);
-      m = top, d *= a, o[0] *= a, o[1] *= a, o[2] *= a, o[3] *= a;
+      m = top, d *= a;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) o[h][0] *= a, o[h][1] *= a, o[h][2] *= a, o[h][3] *= a;
 #pragma unroll
       for (int j = 0; j < kAhead; ++j) {
         const float b = exp2_diff(md[j].x, top);
         d += b * md[j].y;
-        o[0] += b * x[j].x, o[1] += b * x[j].y, o[2] += b * x[j].z, o[3] += b * x[j].w;
+#pragma unroll
+        for (int h = 0; h < 2; ++h) o[h][0] += b * x[j][h].x, o[h][1] += b * x[j][h].y, o[h][2] += b * x[j][h].z, o[h][3] += b * x[j][h].w;
       }
     }
     const long long token = w.q_start + own / p.group;
-    const long long head = static_cast<long long>(w.head_start + unit / kPairs - w.merge) * p.group + own % p.group;
+    const long long head = static_cast<long long>(w.head_start + unit / kFours - w.merge) * p.group + own % p.group;
     const RowEnd finish(p.out, p.kv.v_scale, m, d, token, head, column == 0);
+    unsigned char* to = p.out.out + token * p.out.out_token + head * p.out.out_head + column * (TO::kBits / 2);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) o[i] = d == 0.0f ? 0.0f : o[i] * finish.scale;
-    store4<TO>(p.out.out + token * p.out.out_token + head * p.out.out_head + column * (TO::kBits / 2), o);
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) o[h][i] = d == 0.0f ? 0.0f : o[h][i] * finish.scale;
+      store4<TO>(to + h * kPerRow * (TO::kBits / 2), o[h]);
+    }
   }
 }
 
@@ -248,19 +257,21 @@ __global__ void __launch_bounds__(C::kThreads, 1) mla_sm90(const __grid_constant
       RingPlace<C::kRopes> rope;
       // This block's rows of every tile, in boxes of one lane each.
       constexpr int kOwn = C::kTile / kCluster;
-      const int box = all.box_rows, boxes = kOwn / box, in_tile = rank * kOwn + lane * box;
+      const int in_tile = rank * kOwn + lane * all.box_rows;
+      const bool mine = lane < kOwn / all.box_rows;
       for (; unit.any(); unit.next()) {
         const int pages = p.kv.start(unit->pages), end = unit->kv_end;
+        const int ahead_end = end - unit->kv_start > C::kMany ? end - 2 * C::kTile : 0;
         for (int start = unit->kv_start; start < end; start += C::kTile) {
           // Past the end, any row of the last page will do.
           unsigned page;
           long long slot;
           p.kv.place(p.kv.entry(pages, min(start + in_tile, end - 1)), start + in_tile, page, slot);
           const int group = int(slot) >> 3, first = int(page);
-          if (end - unit->kv_start > C::kMany && start + 2 * C::kTile < end && lane < boxes) {
+          if (start + in_tile < ahead_end && mine) {
             // Two tiles on, to L2: what is asked for when its place is free is wanted some 1100 clocks later.
             const int later = start + 2 * C::kTile + in_tile;
-            p.kv.place(p.kv.entry(pages, min(later, end - 1)), later, page, slot);
+            p.kv.place(p.kv.entry(pages, later), later, page, slot);
             tma_prefetch(&all.ckv, 0, 0, 0, int(slot) >> 3, int(page));
             tma_prefetch(&all.ckv, 0, 0, 4, int(slot) >> 3, int(page));
             tma_prefetch(&all.kpe, 0, 0, int(slot) >> 3, int(page));
@@ -270,7 +281,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) mla_sm90(const __grid_constant
             barrier_wait(half_empty + 8 * half.at, half.round ^ 1);
             if (lane == 0) barrier_expect(half_full + 8 * half.at, C::kHalfBytes);
             __syncwarp();
-            if (lane < boxes) {
+            if (mine) {
               mla_load<kCluster>(base + half.at * C::kHalfBytes + in_tile * 512, &all.ckv, half_full + 8 * half.at, 0, 0, 4 * h, group, first);
             }
             half.step();
@@ -278,7 +289,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) mla_sm90(const __grid_constant
           barrier_wait(rope_empty + 8 * rope.at, rope.round ^ 1);
           if (lane == 0) barrier_expect(rope_full + 8 * rope.at, C::kBlockBytes);
           __syncwarp();
-          if (lane < boxes) {
+          if (mine) {
             mla_load<kCluster>(base + C::kRopeAt + rope.at * C::kBlockBytes + in_tile * 128, &all.kpe, rope_full + 8 * rope.at, 0, 0, group,
                                first);
           }

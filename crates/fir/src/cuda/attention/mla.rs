@@ -73,8 +73,8 @@ pub(super) fn merge(spec: &Spec, hooks: &Hooks, cluster: u32) -> Source {
 /// `merges`: none if they are not known, as in a graph, whose blocks take turns then.
 pub(super) fn merge_grid(gpu: &Gpu, merges: Option<usize>, cluster: u32) -> Grid {
     let all = gpu.properties().multiprocessors * 8;
-    let blocks = merges.map_or(all, |merges| merges as u32 * (ROWS as u32 / 2) * cluster);
-    // Two rows to a block, which starts while the last parts are written, and waits for them.
+    let blocks = merges.map_or(all, |merges| merges as u32 * (ROWS as u32 / 4) * cluster);
+    // Four rows to a block, which starts while the last parts are written, and waits for them.
     Grid { early: true, ..Grid::new(blocks, 256) }
 }
 

@@ -91,8 +91,8 @@ fn latent_decodes_of_many_heads_match_reference() {
     }
     check(&Batch { heads: 128, page: 64, lens, causal: true, dtype: DType::F16 }, &[Split::Balanced, Split::Off]);
     // Long units have an order of their own on a GPU, and begin and end beside short ones.
-    let lens = &[(1, 70), (1, 3_300), (1, 3_073), (1, 9)][..];
-    for heads in [72, 16] {
+    let lens = &[(1, 70), (1, 3_100), (1, 9)][..];
+    for heads in [66, 4] {
         check(&Batch { heads, page: 16, lens, causal: false, dtype: DType::BF16 }, &[Split::Off]);
     }
 }
