@@ -391,10 +391,11 @@ def test_sparse_flags():
     for r, c in ((0, 0), (0, 2), (1, 1)):
         mask[4 * r:4 * r + 4, 4 * c:4 * c + 4] = True
     for kv_heads in (1, 2):
-        q, k, v = torch.randn(8, HEADS, DIM).half(), torch.randn(12, kv_heads, DIM).half(), torch.randn(12, kv_heads, DIM).half()
+        heads = 4 * kv_heads
+        q, k, v = torch.randn(8, heads, DIM).half(), torch.randn(12, kv_heads, DIM).half(), torch.randn(12, kv_heads, DIM).half()
         fixed = fi.BlockSparseAttentionWrapper(torch.empty(kv_heads))
         fixed.reset_workspace_buffer(torch.empty(kv_heads), torch.empty(kv_heads))
-        fixed.plan(indptr, indices, 8, 12, 4, 4, HEADS, kv_heads, DIM, logits_soft_cap=2.0)
+        fixed.plan(indptr, indices, 8, 12, 4, 4, heads, kv_heads, DIM, logits_soft_cap=2.0)
         near(fixed.forward(q, k, v, use_fp16_qk_reduction=True, logits_soft_cap=2.0, rope_scale=None, rope_theta=None), one(q, k, v, mask=mask, logits_soft_cap=2.0)[0])
         for kw in (dict(logits_soft_cap=3.0), dict(pos_encoding_mode="ALIBI"), dict(rope_scale=2.0), dict(rope_theta=3.0)):
             with pytest.raises(ValueError, match=f"{next(iter(kw))} .* mismatches"):
@@ -408,17 +409,17 @@ def test_sparse_flags():
         blocks = torch.tensor([[[1, 0, 1], [0, 1, 0]]] * kv_heads, dtype=torch.bool)
         rows, cols = torch.tensor([[4, 4]] * kv_heads), torch.tensor([[4, 4, 4]] * kv_heads)
         turned = lambda t: t.transpose(0, 1).contiguous()
-        variable.plan(blocks, rows, cols, HEADS, kv_heads, DIM, kv_data_type=F16, logits_soft_cap=2.0)
+        variable.plan(blocks, rows, cols, heads, kv_heads, DIM, kv_data_type=F16, logits_soft_cap=2.0)
         near(turned(variable.forward(turned(q), turned(k), turned(v), use_fp16_qk_reduction=True, logits_soft_cap=2.0, sm_scale=0.3)), one(q, k, v, mask=mask, logits_soft_cap=2.0, sm_scale=0.3)[0])
         for kw in (dict(logits_soft_cap=3.0), dict(pos_encoding_mode="ALIBI"), dict(rope_scale=2.0), dict(rope_theta=3.0)):
             with pytest.raises(ValueError, match=f"{next(iter(kw))} .* mismatches"):
                 variable.forward(turned(q), turned(k), turned(v), **kw)
     # Places of gathered keys are their places in the list: a row block that sees all has those of a dense call.
     for flags in (rope, dict(pos_encoding_mode="ALIBI")):
-        fixed.plan(i32(0, 1), i32(0), 8, 12, 8, 12, HEADS, 2, DIM, **flags)
+        fixed.plan(i32(0, 1), i32(0), 8, 12, 8, 12, heads, 2, DIM, **flags)
         want = fixed.run(q, k, v)
         assert not torch.allclose(want, one(q, k, v)[0].half(), atol=1e-2)
-        every = (torch.ones(2, 1, 1, dtype=torch.bool), torch.tensor([[8]] * 2), torch.tensor([[12]] * 2), HEADS, 2, DIM)
+        every = (torch.ones(2, 1, 1, dtype=torch.bool), torch.tensor([[8]] * 2), torch.tensor([[12]] * 2), heads, 2, DIM)
         if flags is rope:
             variable.plan(*every, **flags)
             near(turned(variable.run(turned(q), turned(k), turned(v))), want)
@@ -454,7 +455,7 @@ def test_rotated_into_pages(layout, latent, change):
     b = i32(*[0, 0, 1, 1, 1][:tokens])
     pos = i32(*[5, 6, 3, 18, 19][:tokens])
     ids = torch.tensor([17, 3, 40, 1, 8][:tokens])
-    angles = torch.randn(50, 8) * 3
+    angles = torch.randn(50 + tokens, 8) * 3
     table = torch.cat((angles.cos(), angles.sin()), -1)
     counts = [-(-n // page) for n in lens]
     indices, indptr = torch.randperm(sum(counts) + 2)[: sum(counts)].int(), i32(0, counts[0], sum(counts))

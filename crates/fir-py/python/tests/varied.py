@@ -22,7 +22,7 @@ def functions():
 
     for module, name, status in table():
         found = getattr(sys.modules[f"{fi.__name__}.{module}"], name) if status == "implemented" else None
-        if isinstance(found, functools.partial) or isinstance(found, functools.partialmethod):
+        if isinstance(found, functools.partial):
             found = found.func
         if inspect.isclass(found):
             for method, f in vars(found).items():
@@ -30,7 +30,7 @@ def functions():
                 own = inspect.isfunction(f) and f.__code__.co_filename == inspect.getsourcefile(found)
                 if own and (not method.startswith("_") or method == "__init__"):
                     yield f"{module}.{name}.{method}", f
-        elif inspect.isfunction(inspect.unwrap(found)) if callable(found) else False:
+        elif callable(found) and inspect.isfunction(inspect.unwrap(found)):
             yield f"{module}.{name}", inspect.unwrap(found)
 
 
@@ -44,7 +44,7 @@ def key(value):
         return f"{value.dtype}{tuple(value.shape)}{value.stride()}{start}"
     if isinstance(value, (tuple, list)):
         return f"{type(value).__name__}({', '.join(map(key, value))})"
-    if isinstance(value, (int, float, str, bool, type(None), torch.dtype)):
+    if isinstance(value, (int, float, str, bool, type(None), torch.dtype, torch.device)):
         return repr(value)
     return f"{type(value).__qualname__} at {id(value)}"
 

@@ -112,8 +112,7 @@ impl<T: Lane, O: Lane> Kernel for Part<'_, T, O> {
         let (mut x, mut w, mut sums) = (vec![0.0f32; padded], vec![0.0f32; padded], vec![0.0f32; outputs]);
         let rows = self.out.range();
         let first = self.pairs.partition_point(|p| p.out < rows.start);
-        let mut mine = self.pairs[first..].iter().take_while(|p| p.out < rows.end).peekable();
-        while let Some(pair) = mine.next() {
+        for pair in self.pairs[first..].iter().take_while(|p| p.out < rows.end) {
             widen(v, self.x.row(pair.x), &mut x);
             for (j, sum) in sums.iter_mut().enumerate() {
                 widen(v, self.matrices.row(pair, j), &mut w);

@@ -30,7 +30,7 @@ _NO_SINK = torch.empty(0, device="cpu")
 class Wrapper:
     """A plan and how it is run. The workspace only tells the device; scratch is sized by the plan."""
 
-    _plan_info = _block_tables = _max_total_num_rows = _told = _lse_like = None
+    _plan_info = _block_tables = _max_total_num_rows = _told = _lse_like = _lse_rows = None
     _captures = False
 
     def __init__(self, float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args, jit_kwargs=None) -> None:
@@ -69,6 +69,7 @@ class Wrapper:
         own = None if self._jit_module is None else self._jit_module.variant
         attention = Attention(shape[0], self.device, mask=mask, items=items, sink=sink, own=own, **flags)
         plan = self._planned.prepare(shape, attention, self._float_workspace_buffer, batch, split)
+        self._lse_rows = None
         self._flags, self._mask, self._item_args, self._batch_size = flags, mask, items, batch
         self._causal, self._window_left = flags["causal"], flags["window_left"]
         self._logits_soft_cap, self._pos_encoding_mode = flags["logits_soft_cap"], flags["pos_encoding_mode"]
@@ -121,7 +122,9 @@ class Wrapper:
             raise RuntimeError("plan() must be called before run()")
         if self._use_cuda_graph and not self._captures:
             refuse_capture(q, type(self).__name__)
-        check_dtypes(q, k, self._cached_q_data_type, self._cached_kv_data_type)
+        if q.dtype is not self._cached_q_data_type or k.dtype is not self._cached_kv_data_type:
+            check_dtypes(q, k, self._cached_q_data_type, self._cached_kv_data_type)
+        compiling = _native.is_compiling()
         if out is None:
             # Like `q` costs 1 µs, of a shape of its own 3.
             if self._like_q:
@@ -132,17 +135,19 @@ class Wrapper:
         if not return_lse:
             lse = None
         elif lse is None:
-            # Like one that is kept costs 1 µs, like part of `q` 3.
-            like = self._lse_like
-            if like is None or like.shape != q.shape[:2] or like.device != q.device:
-                like = self._lse_like = torch.empty(q.shape[:2], dtype=F32, device=q.device)
-            lse = torch.empty_like(like)
+            if compiling:
+                lse = torch.empty(q.shape[:2], dtype=F32, device=q.device)
+            else:
+                # Like one that is kept costs 1 µs, of a shape of its own 3.
+                if self._lse_rows != q.shape[0]:
+                    self._lse_rows, self._lse_like = q.shape[0], torch.empty(q.shape[:2], dtype=F32, device=q.device)
+                lse = torch.empty_like(self._lse_like)
         if q_scale is not None or k_scale is not None or v_scale is not None:
             q_scale, k_scale, v_scale = number(q_scale), number(k_scale), number(v_scale)
         else:
             q_scale = k_scale = v_scale = 1.0
         scales = None if kv_cache_sf is None else block_scales(kv_cache_sf)
-        if args:
+        if args or not compiling:
             self._launch(q, k, v, out, lse, q_scale, k_scale, v_scale, scales, sink, args)
         else:
             _native.run_plan(self, q, k, v, out, lse, q_scale, k_scale, v_scale, scales, sink)
