@@ -128,7 +128,8 @@ impl Facts for Known<'_> {
 
 /// Draws and reads the inputs of a workload, in the order of the definition.
 ///
-/// What a sampler is told is drawn as such: `probs` are distributions, `top_p` in `(0, 1)`, `top_k` from 1 on.
+/// What a sampler is told is drawn as such: `probs` are distributions, `top_p` in `(0, 1)`, `top_k` from 1 on. What experts are
+/// chosen by is different for each: of equals any may be chosen, and a solution that chose others would look wrong.
 pub fn make_inputs(root: &Path, definition: &Definition, workload: &Workload, rng: &mut Rng) -> Result<Vec<Ready>> {
     let one = |(name, spec): &(String, crate::schema::TensorSpec)| {
         let input = workload.input(name).ok_or_else(|| {
@@ -139,8 +140,10 @@ pub fn make_inputs(root: &Path, definition: &Definition, workload: &Workload, rn
             Input::Random => {
                 let mut array = Array::zeros(spec.dtype, &shape)?;
                 rng.fill(&mut array);
-                if definition.op_type() == "sampling" {
-                    shape_sampling(name, &mut array);
+                match definition.op_type() {
+                    "sampling" => shape_sampling(name, &mut array),
+                    "moe" if name == "routing_logits" => apart(&mut array),
+                    _ => {}
                 }
                 array
             }
@@ -193,6 +196,23 @@ fn shape_sampling(name: &str, array: &mut Array) {
     }
 }
 
+/// Moves equal elements of a row apart, to the next larger ones that nothing else has.
+fn apart(array: &mut Array) {
+    let row = array.shape().last().copied().unwrap_or(1).max(1);
+    for begin in (0..array.len()).step_by(row) {
+        let mut order: Vec<usize> = (begin..begin + row).collect();
+        order.sort_by(|a, b| array.get(*a).total_cmp(&array.get(*b)));
+        for pair in order.windows(2) {
+            let below = array.get(pair[0]);
+            let mut step = below.abs() / 512.0 + 1e-6;
+            while array.get(pair[1]) <= below {
+                array.set(pair[1], below + step);
+                step *= 2.0;
+            }
+        }
+    }
+}
+
 /// Types of tensors in files.
 const DTYPES: [(DType, Dtype); 10] = [
     (DType::Float32, Dtype::F32),
@@ -238,4 +258,28 @@ fn tensor_view<'a>(name: &str, array: &'a Array) -> Result<(String, safetensors:
     let dtype = dtype.ok_or_else(|| Error::refused(WRITE, format!("`{name}`: packed float4 cannot be stored")))?;
     let view = safetensors::tensor::TensorView::new(dtype, array.shape().to_vec(), array.bytes());
     Ok((name.to_owned(), view.map_err(|e| Error::refused(WRITE, format!("`{name}`: {e}")))?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_that_were_moved_apart_have_no_equals_and_hardly_change() {
+        let mut array = Array::zeros(DType::BFloat16, &[3, 256]).unwrap();
+        Rng::new(4, "equals").fill(&mut array);
+        array.set(700, 0.0);
+        array.set(701, 0.0);
+        let before: Vec<f64> = (0..array.len()).map(|i| array.get(i)).collect();
+        let equals = |of: &dyn Fn(usize) -> f64| {
+            let mut rows = (0..3).map(|r| (0..256).map(|i| of(r * 256 + i)).collect::<Vec<_>>()).collect::<Vec<_>>();
+            rows.iter_mut().for_each(|row| row.sort_by(f64::total_cmp));
+            rows.iter().flat_map(|row| row.windows(2)).filter(|w| w[0] == w[1]).count()
+        };
+        assert!(equals(&|i| before[i]) > 10);
+        apart(&mut array);
+        assert_eq!(equals(&|i| array.get(i)), 0);
+        let most = (0..array.len()).map(|i| (array.get(i) - before[i]).abs()).fold(0.0, f64::max);
+        assert!(most < 0.05, "{most}");
+    }
 }

@@ -11,7 +11,8 @@ use crate::schema::{DType, Definition, Input, Scalar, TensorSpec, Workload};
 /// Requests of a batch: query tokens, and cached tokens among them the queries.
 const REQUESTS: [(u64, u64); 4] = [(4, 70), (1, 1), (7, 130), (2, 64)];
 
-/// A small workload of `definition`, with what it needs of files written under `root`.
+/// A small workload of `definition`, with what it needs of files written under `root`; the seed decides all of it, its name too,
+/// by which a benchmark draws.
 pub fn synthesize(root: &Path, definition: &Definition, seed: u64) -> Result<Workload> {
     let mut rng = Rng::new(seed, definition.name());
     let axes = axes(definition);
@@ -40,7 +41,11 @@ pub fn synthesize(root: &Path, definition: &Definition, seed: u64) -> Result<Wor
         (name.clone(), input)
     };
     let inputs: Vec<_> = definition.inputs().iter().map(input).collect();
-    Workload::new(&axes, &inputs)
+    let mut value = Workload::new(&axes, &inputs)?.to_value().clone();
+    let [a, b, c, d] = [(); 4].map(|()| rng.bits());
+    let (b, c) = ([b >> 16, b & 0xfff | 0x4000], [c >> 16 & 0x3fff | 0x8000, c & 0xffff]);
+    value["uuid"] = format!("{a:08x}-{:04x}-{:04x}-{:04x}-{:04x}{d:08x}", b[0], b[1], c[0], c[1]).into();
+    Workload::from_value(&value)
 }
 
 fn constant(definition: &Definition, axis: &str) -> Option<u64> {

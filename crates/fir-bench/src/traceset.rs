@@ -233,7 +233,15 @@ impl TraceSet {
         Ok(())
     }
 
-    /// Writes the whole set to a folder, in its layout; files that are there with these names are replaced.
+    /// Adds a solution and writes its file, and no other.
+    pub fn append_solution(&mut self, solution: Solution) -> Result<()> {
+        let (path, text) = (self.root.join(self.solution_file(&solution)?), solution.to_json().to_owned());
+        self.add_solution(solution)?;
+        write(&path, &text)
+    }
+
+    /// Writes the whole set to a folder, in its layout; files that are there with these names are replaced. What was read from
+    /// elsewhere in the same folder would be there twice.
     pub fn save(&self, root: impl AsRef<Path>) -> Result<()> {
         let root = root.as_ref();
         for definition in self.definitions.values() {

@@ -49,7 +49,7 @@ pub struct Config {
     pub python: PathBuf,
     /// A command that calls [`serve_native`](crate::worker::serve_native) with its last argument.
     pub native: Vec<OsString>,
-    /// `cpu`, or a CUDA device as torch names it.
+    /// `cpu`, or a CUDA device as torch names it; several with commas between, which share the definitions.
     pub device: String,
     /// A new process for every workload of a solution, rather than one for all of them.
     pub isolated: bool,

@@ -16,7 +16,7 @@ mod config;
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::time::Instant;
 
 use serde_json::{Value, json};
@@ -54,9 +54,10 @@ pub enum Event<'a> {
     },
 }
 
-/// A benchmark in progress.
+/// A benchmark in progress on one device.
 struct Bench<'a> {
     config: &'a Config,
+    device: &'a str,
     session: Session,
     python: Arc<Mutex<Python>>,
     environment: Environment,
@@ -78,18 +79,28 @@ struct Trial {
     edited: HashSet<String>,
 }
 
-/// Runs what `config` selects and returns the traces.
+/// A definition with what is run of it.
+type Whole = (Definition, Vec<Solution>, Vec<Workload>);
+
+/// Workloads and solutions that have a trace already, by name.
+type Had = HashSet<(String, String)>;
+
+/// What a device's thread tells.
+enum Told {
+    Done(Box<Trace>),
+    Skipped {
+        definition: String,
+        workload: String,
+        why: String,
+        /// Solutions that were not run for it.
+        count: usize,
+    },
+    /// So many pairs were left out, as they have a trace.
+    Had(usize),
+}
+
+/// Runs what `config` selects and returns the traces. Several devices share the definitions.
 pub fn run(set: &mut TraceSet, config: &Config, on: &mut dyn FnMut(Event<'_>)) -> Result<Vec<Trace>> {
-    let session = Session::new()?;
-    let python = Arc::new(Mutex::new(Python::start(&config.python, &session)?));
-    let mut bench = Bench {
-        environment: Environment { hardware: cpu_name(), libs: BTreeMap::new() },
-        cold: last_level_cache(),
-        config,
-        session,
-        python,
-    };
-    bench.look_around()?;
     let wanted = |list: &Option<Vec<String>>, name: &str| list.as_ref().is_none_or(|l| l.iter().any(|n| n == name));
     for (what, list) in [("definition", &config.definitions), ("solution", &config.solutions)] {
         for name in list.iter().flatten() {
@@ -100,7 +111,9 @@ pub fn run(set: &mut TraceSet, config: &Config, on: &mut dyn FnMut(Event<'_>)) -
             }
         }
     }
-    let done: HashSet<(String, String)> = if config.resume {
+    let benches = config.device.split(',').map(|device| Bench::new(config, device.trim()));
+    let benches = benches.collect::<Result<Vec<_>>>()?;
+    let had: Had = if config.resume {
         set.traces().filter_map(|t| Some((t.workload().uuid().to_owned(), t.solution()?.to_owned()))).collect()
     } else {
         HashSet::new()
@@ -108,7 +121,7 @@ pub fn run(set: &mut TraceSet, config: &Config, on: &mut dyn FnMut(Event<'_>)) -
     // Cloned, as traces are added to the set on the way.
     let definitions: Vec<Definition> =
         set.definitions().filter(|d| wanted(&config.definitions, d.name())).cloned().collect();
-    let mut jobs = Vec::new();
+    let mut jobs: Vec<Whole> = Vec::new();
     for definition in definitions {
         let solutions: Vec<Solution> =
             set.solutions_of(definition.name()).filter(|s| wanted(&config.solutions, s.name())).cloned().collect();
@@ -118,44 +131,41 @@ pub fn run(set: &mut TraceSet, config: &Config, on: &mut dyn FnMut(Event<'_>)) -
     let total = jobs.iter().map(|(_, s, w)| s.len() * w.len()).sum();
     let (mut traces, mut count) = (Vec::new(), 0);
     let root = set.root().to_owned();
-    for (definition, solutions, workloads) in &jobs {
-        if solutions.is_empty() {
-            continue;
+    let left = Mutex::new(jobs.iter().filter(|(_, solutions, _)| !solutions.is_empty()));
+    std::thread::scope(|scope| {
+        let (tell, told) = mpsc::channel();
+        for bench in &benches {
+            let (tell, left, had, root) = (tell.clone(), &left, &had, &root);
+            scope.spawn(move || {
+                let next = || left.lock().unwrap_or_else(PoisonError::into_inner).next();
+                // Nobody listens any more once a trace could not be kept.
+                while let Some(job) = next()
+                    && bench.definition(job, root, had, &|said| tell.send(said).is_ok())
+                {}
+            });
         }
-        let mut reference = None;
-        let mut workers = HashMap::new();
-        let mut broken = HashMap::new();
-        for workload in workloads {
-            let new: Vec<&Solution> = solutions
-                .iter()
-                .filter(|s| !done.contains(&(workload.uuid().to_owned(), s.name().to_owned())))
-                .collect();
-            count += solutions.len() - new.len();
-            if new.is_empty() {
-                continue;
-            }
-            let job = Job { definition, workload, root: &root, plan: config.evaluating(definition) };
-            match bench.workload(&job, &new, &mut reference, &mut workers, &mut broken) {
-                Ok(found) => {
-                    for trace in found {
-                        count += 1;
-                        on(Event::Done { trace: &trace, progress: (count, total) });
-                        if config.save {
-                            set.append(vec![trace.clone()])?;
-                        } else {
-                            set.add_trace(trace.clone())?;
-                        }
-                        traces.push(trace);
+        drop(tell);
+        for said in told {
+            match said {
+                Told::Done(trace) => {
+                    count += 1;
+                    on(Event::Done { trace: &trace, progress: (count, total) });
+                    if config.save {
+                        set.append(vec![(*trace).clone()])?;
+                    } else {
+                        set.add_trace((*trace).clone())?;
                     }
+                    traces.push(*trace);
                 }
-                Err(e) => {
-                    count += new.len();
-                    on(Event::Skipped { definition: definition.name(), workload: workload.uuid(), why: e.to_string() });
+                Told::Skipped { definition, workload, why, count: skipped } => {
+                    count += skipped;
+                    on(Event::Skipped { definition: &definition, workload: &workload, why });
                 }
+                Told::Had(of) => count += of,
             }
         }
-    }
-    Ok(traces)
+        Ok(traces)
+    })
 }
 
 #[derive(Clone, Copy)]
@@ -172,7 +182,50 @@ impl<'a> Job<'a> {
     }
 }
 
-impl Bench<'_> {
+impl<'a> Bench<'a> {
+    fn new(config: &'a Config, device: &'a str) -> Result<Self> {
+        let session = Session::new()?;
+        let python = Arc::new(Mutex::new(Python::start(&config.python, &session)?));
+        let environment = Environment { hardware: cpu_name(), libs: BTreeMap::new() };
+        let mut bench = Self { config, device, session, python, environment, cold: last_level_cache() };
+        bench.look_around()?;
+        Ok(bench)
+    }
+
+    /// Every workload of a definition; whether `tell` listened to the end.
+    fn definition(
+        &self,
+        (definition, solutions, workloads): &Whole,
+        root: &std::path::Path,
+        had: &Had,
+        tell: &dyn Fn(Told) -> bool,
+    ) -> bool {
+        let mut reference = None;
+        let mut workers = HashMap::new();
+        let mut broken = HashMap::new();
+        for workload in workloads {
+            let is_new = |s: &&Solution| !had.contains(&(workload.uuid().to_owned(), s.name().to_owned()));
+            let new: Vec<&Solution> = solutions.iter().filter(is_new).collect();
+            let mut heard = tell(Told::Had(solutions.len() - new.len()));
+            if !new.is_empty() {
+                let job = Job { definition, workload, root, plan: self.config.evaluating(definition) };
+                heard &= match self.workload(&job, &new, &mut reference, &mut workers, &mut broken) {
+                    Ok(found) => found.into_iter().all(|trace| tell(Told::Done(Box::new(trace)))),
+                    Err(e) => tell(Told::Skipped {
+                        definition: definition.name().to_owned(),
+                        workload: workload.uuid().to_owned(),
+                        why: e.to_string(),
+                        count: new.len(),
+                    }),
+                };
+            }
+            if !heard {
+                return false;
+            }
+        }
+        true
+    }
+
     fn limits(&self) -> Limits {
         Limits { time: self.config.timeout, memory: self.config.memory }
     }
@@ -181,7 +234,7 @@ impl Bench<'_> {
     fn look_around(&mut self) -> Result<()> {
         let mut worker = Worker::forked(&self.python, &self.session)?;
         let fail = |why: String| Error::Worker { worker: self.config.python.display().to_string(), why };
-        let device = &self.config.device;
+        let device = self.device;
         let answer = worker.ask(&json!({"op": "info", "device": device}), self.limits());
         let answer = answer.map_err(|e| fail(format!("device {device}: {}", ended(&e))))?;
         for (name, version) in answer["libs"].as_object().into_iter().flatten() {
@@ -200,7 +253,7 @@ impl Bench<'_> {
     /// A worker that has loaded a solution.
     fn start(&self, definition: &Definition, solution: &Solution) -> std::result::Result<Worker, Failed> {
         let compile = |why: String| (Status::CompileError, why);
-        let request = build::build(definition, solution, &self.config.device).map_err(|e| compile(e.to_string()))?;
+        let request = build::build(definition, solution, self.device).map_err(|e| compile(e.to_string()))?;
         let worker = match build::caller(solution) {
             Caller::Python => Worker::forked(&self.python, &self.session),
             Caller::Native => Worker::native(&self.config.native, &self.session),

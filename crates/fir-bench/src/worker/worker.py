@@ -178,6 +178,9 @@ class Worker:
 
     def build(self, q):
         self.device, self.style = torch.device(q["device"]), q["style"]
+        if self.device.index:
+            # Streams and events are the current device's, which is the first unless said.
+            torch.cuda.set_device(self.device)
         self.input_names, self.output_names = q["input_names"], q["output_names"]
         kind, symbol = q["kind"], q["entry_symbol"]
         path = os.path.join(q["folder"], q["entry_file"])

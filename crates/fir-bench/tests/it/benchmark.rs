@@ -129,6 +129,55 @@ fn inputs_that_cannot_be_fresh_are_said() {
     assert!(evaluation.log().contains("all timed calls had the same inputs"), "{}", evaluation.log());
 }
 
+/// A worker is one process for all workloads, or one for each.
+#[test]
+fn workers_are_kept_or_isolated() {
+    let Some(mut config) = support::quick() else { return };
+    // One call that is checked, one to warm up and 4 that are timed belong to a workload.
+    let tired = "calls = 0\ndef run(x, factor):\n    global calls\n    calls += 1\n    assert calls <= 6\n    return x * factor\n";
+    for (isolated, passed) in [(false, 1), (true, 2)] {
+        let mut set = set("isolated", &[("tired", tired)]);
+        for (batch, uuid) in [(3, "a"), (5, "b")] {
+            set.add_trace(Trace::of_workload("scale_h8", &workload(batch, uuid)).unwrap()).unwrap();
+        }
+        config.isolated = isolated;
+        let traces = run(&mut set, &config, &mut |_| {}).unwrap();
+        assert_eq!((traces.len(), traces.iter().filter(|t| t.passed().is_some()).count()), (2, passed));
+    }
+}
+
+/// Devices share the definitions: here two workers of the CPU, each with a definition that waits for the other's.
+#[test]
+fn devices_work_side_by_side() {
+    let Some(mut config) = support::quick() else { return };
+    config.device = "cpu, cpu".into();
+    let mut set = TraceSet::new(support::folder("devices"));
+    let root = set.root().to_owned();
+    for (own, other) in [("one", "two"), ("two", "one")] {
+        let mut value = support::definition();
+        value["name"] = own.into();
+        set.add_definition(Definition::from_value(&value).unwrap()).unwrap();
+        let code = format!(
+            "import pathlib, time\nroot = pathlib.Path({root:?})\n(root / {own:?}).touch()\nend = time.time() + 30\n\
+             while not (root / {other:?}).exists():\n    assert time.time() < end\n    time.sleep(0.01)\n\
+             def run(x, factor):\n    return x * factor\n"
+        );
+        let mut solution = python(&format!("solves_{own}"), "test", &code);
+        solution["definition"] = own.into();
+        set.add_solution(Solution::from_value(&solution).unwrap()).unwrap();
+        set.add_trace(Trace::of_workload(own, &workload(4, own)).unwrap()).unwrap();
+    }
+    let mut progress = Vec::new();
+    let traces = run(&mut set, &config, &mut |event| {
+        if let Event::Done { progress: (done, of), .. } = event {
+            progress.push((done, of));
+        }
+    });
+    let traces = traces.unwrap();
+    assert!(traces.iter().all(|t| t.passed().is_some()), "{traces:?}");
+    assert_eq!((progress, set.traces().count()), (vec![(1, 2), (2, 2)], 2));
+}
+
 #[test]
 fn an_op_type_has_an_evaluator_and_limits_of_its_own() {
     let Some(mut config) = support::quick() else { return };

@@ -130,6 +130,52 @@ fn flags_headers_and_crates_are_taken_and_builds_kept() {
     assert_eq!(std::fs::metadata(built(set.solution("flag").unwrap())).unwrap().modified().unwrap(), made);
 }
 
+const TVM_FFI: &str = r#"
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/function.h>
+
+void scale(tvm::ffi::TensorView x, double factor, tvm::ffi::TensorView y) {
+  const float* from = (const float*)x.data_ptr();
+  float* to = (float*)y.data_ptr();
+  for (int64_t i = 0; i < x.shape()[0] * x.shape()[1]; i++) to[i] = from[i] * (float)factor + BIAS;
+}
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(run, scale);
+"#;
+
+const TORCH: &str = r#"
+#include <torch/extension.h>
+
+torch::Tensor run(torch::Tensor x, double factor) { return x * factor + BIAS; }
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.def("run", &run); }
+"#;
+
+/// Host code through the bindings of the user's Python, which must have them, and ninja.
+#[test]
+fn bindings_of_the_users_python_are_built() {
+    let Some(config) = support::quick() else { return };
+    let has = std::process::Command::new(&config.python).args(["-c", "import tvm_ffi, ninja"]).output();
+    if !has.is_ok_and(|o| o.status.success()) {
+        return eprintln!("skipped: the Python with torch has no tvm_ffi and ninja");
+    }
+    let mut set = TraceSet::new(support::folder("bindings"));
+    set.add_definition(Definition::from_value(&support::definition()).unwrap()).unwrap();
+    set.add_trace(Trace::of_workload("scale_h8", &workload(33, "w")).unwrap()).unwrap();
+    for (name, binding, code, bias) in
+        [("tvm", json!(null), TVM_FFI, 0), ("torch", json!("torch"), TORCH, 0), ("wrong", json!("tvm-ffi"), TVM_FFI, 1)]
+    {
+        let mut value = solution(name, "cpp", "main.cpp", code);
+        value["spec"]["binding"] = binding;
+        value["spec"]["flags"] = json!([format!("-DBIAS={bias}")]);
+        value["spec"]["destination_passing_style"] = json!(name != "torch");
+        set.add_solution(Solution::from_value(&value).unwrap()).unwrap();
+    }
+    let results = support::results(&mut set, &config);
+    for (name, status) in [("tvm", Status::Passed), ("torch", Status::Passed), ("wrong", Status::IncorrectNumerical)] {
+        let evaluation = results[name].evaluation().unwrap();
+        assert_eq!(evaluation.status(), status, "{name}: {}", evaluation.log());
+    }
+}
+
 const CUDA: &str = "extern \"C\" __global__ void run(const float* x, float* y, int n, float factor) {\n\
   int i = blockIdx.x * blockDim.x + threadIdx.x;\n  if (i < n) y[i] = x[i] * factor;\n}\n";
 

@@ -137,7 +137,7 @@ struct Run {
     /// A Python that has torch; FIR_PYTHON, or python3, unless given
     #[arg(long)]
     python: Option<PathBuf>,
-    /// `cpu`, or a CUDA device such as cuda:0
+    /// `cpu`, or a CUDA device such as cuda:0; several, as in cuda:0,cuda:1, share the definitions
     #[arg(long, default_value = "cpu")]
     device: String,
     /// Calls before those that count
@@ -402,11 +402,10 @@ fn synthesize(folder: &Path, seed: u64, out: &mut impl Write) -> Result<bool> {
         if let Some(solution) = ops::solution_for(definition)?
             && set.solution(solution.name()).is_none()
         {
-            set.add_solution(solution)?;
+            set.append_solution(solution)?;
             writeln!(out, "{name}: the library's solution")?;
         }
     }
-    set.save(folder)?;
     Ok(true)
 }
 
@@ -533,6 +532,27 @@ mod tests {
         let (fine, said) = trace(&["validate", &root]).unwrap();
         assert!(!fine && said.contains("error: definitions/op/e.json: `axes`: is required"), "{said}");
         assert!(trace(&["best", &merged, "--definition", "none"]).is_err());
+    }
+
+    /// Folders may be laid out otherwise: what is added goes to its place, and nothing that was there is written again.
+    #[test]
+    fn what_is_synthesized_is_added_to_a_set_of_any_layout() {
+        let root = std::env::temp_dir().join(format!("fir-trace-{}-flat", std::process::id()));
+        let _ = std::fs::remove_dir_all(&root);
+        std::fs::create_dir_all(root.join("definitions")).unwrap();
+        let text = r#"{"name": "rmsnorm_h8", "op_type": "rmsnorm", "axes": {"n": {"type": "var"}, "h": {"type": "const", "value": 8}},
+            "inputs": {"hidden_states": {"shape": ["n", "h"], "dtype": "float32"}, "weight": {"shape": ["h"], "dtype": "float32"}},
+            "outputs": {"output": {"shape": ["n", "h"], "dtype": "float32"}}, "reference": "def run(hidden_states, weight):\n    pass\n"}"#;
+        std::fs::write(root.join("definitions/flat.json"), text).unwrap();
+        let folder = root.to_str().unwrap();
+        let (_, said) = trace(&["synthesize", folder]).unwrap();
+        assert_eq!(said, "rmsnorm_h8: a workload\nrmsnorm_h8: the library's solution\n");
+        assert_eq!(trace(&["synthesize", folder]).unwrap().1, "");
+        let set = TraceSet::load(&root).unwrap();
+        assert_eq!(
+            (set.definitions().count(), set.workloads_of("rmsnorm_h8").count(), set.solutions().count()),
+            (1, 1, 1)
+        );
     }
 
     #[test]

@@ -175,6 +175,17 @@ def test_the_benchmark_from_definition_to_apply(tmp_path, device):
         bench.uninstall()
 
 
+def test_a_trace_as_it_is_shown():
+    from fir import bench
+
+    text, = [t for f in sorted(shared("seeds").glob("*.txt")) for t in re.findall(r"```python\n(.*?)```", f.read_text(), re.S)
+             if t.startswith("Trace(")]
+    space = {**vars(bench), "workload": bench.Workload(axes={"batch": 32}, inputs={})}
+    exec(compile(f"made = {text}", "seed", "exec"), space)
+    performance = space["made"].evaluation.performance
+    assert space["made"].is_successful() and (performance.latency_ms, performance.speedup_factor) == (0.023, 1.96)
+
+
 def test_an_adapter_of_ones_own():
     """The block's adapter, with what it leaves out given: the wrapper asks, and falls back to what was there."""
     from fir import bench
