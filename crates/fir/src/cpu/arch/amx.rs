@@ -8,6 +8,8 @@
 //! each of 16 depth groups of 4 bytes (2 bf16, 4 i8), those of its 16 columns side by side. See [`Tiles::pack_rows`] and
 //! [`Tiles::pack_columns`].
 
+mod groups;
+
 use std::arch::asm;
 use std::arch::x86_64::*;
 use std::marker::PhantomData;

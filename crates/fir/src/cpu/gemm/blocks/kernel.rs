@@ -2,8 +2,8 @@
 
 use std::marker::PhantomData;
 
-use super::pack::{Cell, LANES, Packed, SUPER};
-use super::{Activations, FEW, MANY, PANELS, SEVERAL, TILED};
+use super::pack::{Cell, GROUP, LANES, Packed, SUPER};
+use super::{Activations, Acts, FEW, Line, MANY, PANELS, SEVERAL, TILED};
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::arch::Amx;
 use crate::cpu::arch::prefetch_ahead;
@@ -20,19 +20,26 @@ pub(super) fn padded(rows: usize) -> usize {
     }
 }
 
-/// Whether so many rows, [`padded`], go through AMX tiles.
-pub(super) fn is_tiled(cpu: &Cpu, rows: usize) -> bool {
+/// Whether so many rows, [`padded`], of a format with integer scales go through AMX tiles.
+pub(super) fn is_tiled(cpu: &Cpu, format: BlockFormat, rows: usize) -> bool {
     #[cfg(target_arch = "x86_64")]
-    return rows >= TILED && cpu.amx().is_some();
+    return rows >= TILED && format.elements() > GROUP && cpu.amx().is_some();
     #[cfg(not(target_arch = "x86_64"))]
     {
-        let _ = (cpu, rows, TILED);
+        let _ = (cpu, format, rows, TILED);
         false
     }
 }
 
-/// Adds to `sums`, `[panels, rows, 16]`, the product of the panels from `first` on and all rows of `acts`.
-pub(super) fn run(cpu: &Cpu, acts: &[Activations], w: &Packed, first: usize, rows: usize, sums: &mut [f32]) {
+/// What so many rows go through, if they do a group at a time.
+#[cfg(target_arch = "x86_64")]
+pub(super) fn grouped(cpu: &Cpu, format: BlockFormat, rows: usize) -> Option<Amx> {
+    let least = if format.bits() == (8, 0) { super::GROUPED_WIDE } else { super::GROUPED };
+    cpu.amx().filter(|_| format.elements() == GROUP && rows >= least)
+}
+
+/// Puts to `sums`, `[panels, rows]`, the product of the panels from `first` on and all rows of `acts`.
+pub(super) fn run(cpu: &Cpu, acts: Acts<'_>, w: &Packed, first: usize, rows: usize, sums: &mut [Line]) {
     macro_rules! go {
         ($codes:ty, $scales:ty) => {
             cpu.run_ints(Product {
@@ -178,11 +185,11 @@ impl<const SUBS: usize, const MIN: bool> Scales for Bytes<SUBS, MIN> {
 
 struct Product<'a, C, S> {
     /// `[cells, rows]`
-    acts: &'a [Activations],
+    acts: Acts<'a>,
     w: &'a Packed,
     first: usize,
     rows: usize,
-    sums: &'a mut [f32],
+    sums: &'a mut [Line],
     #[cfg(target_arch = "x86_64")]
     amx: Option<Amx>,
     of: PhantomData<(C, S)>,
@@ -193,6 +200,19 @@ impl<C: Codes, S: Scales> IntKernel for Product<'_, C, S> {
     #[inline(always)]
     fn run<V: Integers>(self, v: V) {
         let Self { acts, w, first, rows, sums, .. } = self;
+        let acts = match acts {
+            Acts::Rows(acts) => acts,
+            #[cfg(target_arch = "x86_64")]
+            Acts::Sixteens(amx, acts) => {
+                // Always so: without this it would be compiled for every level and format.
+                if V::TILES && !S::INTEGERS {
+                    super::groups::run::<V, C, S>(v, amx, acts, w, first, rows, sums);
+                }
+                return;
+            }
+        };
+        sums.fill(Line([0.0; LANES]));
+        let sums: &mut [f32] = bytemuck::cast_slice_mut(sums);
         if rows <= FEW || V::ROWS >= FEW && rows <= SEVERAL {
             for (p, sums) in sums.chunks_exact_mut(rows * LANES).enumerate() {
                 let panel = w.panel(first + p);
@@ -207,6 +227,7 @@ impl<C: Codes, S: Scales> IntKernel for Product<'_, C, S> {
         }
         #[cfg(target_arch = "x86_64")]
         if V::TILES
+            && S::INTEGERS
             && rows >= TILED
             && let Some(amx) = self.amx
         {
@@ -234,7 +255,7 @@ impl<C: Codes, S: Scales> IntKernel for Product<'_, C, S> {
 
 /// Bytes ahead of the group in use that few rows ask the memory for. Cells are short, so the caches' own prefetchers, which
 /// follow one stream, start anew for the codes and the scales of each: over 40 % of the time went into waiting for these.
-const AHEAD: usize = 4096;
+pub(super) const AHEAD: usize = 4096;
 
 /// Calls `$body` with `$i` standing for each number.
 macro_rules! each {

@@ -4,11 +4,14 @@
 //! |---|---|
 //! | `pack.rs` | the packed form: panels of 16 weight rows in the order the kernel reads |
 //! | `kernel.rs` | the product of a panel and some rows |
-//! | `tiles.rs` | the same for many rows, with AMX |
+//! | `groups.rs` | the same for more rows, with AMX: formats with f16 scales |
+//! | `tiles.rs` | the same for many rows, with AMX: formats with integer scales |
 //!
 //! The numbers are defined at [`block_gemm`](crate::gemm::block_gemm). Integer sums are exact and the f32 steps have one
 //! order, so neither level, nor batch, nor threads change a bit.
 
+#[cfg(target_arch = "x86_64")]
+mod groups;
 mod kernel;
 mod pack;
 #[cfg(target_arch = "x86_64")]
@@ -21,6 +24,8 @@ use bytemuck::{Pod, Zeroable};
 pub(crate) use pack::Packed;
 use pack::{GROUP, LANES, SUPER};
 
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::arch::Amx;
 use crate::cpu::exec::Cpu;
 use crate::cpu::integers::PITCH;
 use crate::cpu::pool::RowsMut;
@@ -36,8 +41,14 @@ const FEW: usize = 8;
 /// Weights are read once, in their order, as for few; to unpack them into the cache first, for a number of panels in turn,
 /// took twice as long for 16 rows of Q4_1 and Q8_0.
 const SEVERAL: usize = 64;
-/// Rows from which AMX is faster than vectors: it unpacks a panel into twice the bytes.
+/// Rows from which AMX is faster than vectors, for formats with integer scales: it unpacks a panel into twice the bytes.
 const TILED: usize = 65;
+/// The same for formats with f16 scales, whose codes it unpacks into four times the bytes: that takes as long as 16 to 24
+/// rows' products, and of codes of eight bits, which have no table, as 40.
+#[cfg(target_arch = "x86_64")]
+const GROUPED: usize = 33;
+#[cfg(target_arch = "x86_64")]
+const GROUPED_WIDE: usize = 49;
 /// More rows than several are made up to a multiple of this: two tiles of AMX.
 const MANY: usize = 32;
 /// Rows per pass over all weights: a unit's sums stay in the second-level cache.
@@ -51,8 +62,15 @@ const TILE_PANELS: usize = 16;
 thread_local! {
     /// Scratch, kept: new memory of this size would be mapped and cleared for every call.
     static ACTIVATIONS: Cell<Vec<Activations>> = const { Cell::new(Vec::new()) };
-    static SUMS: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
+    #[cfg(target_arch = "x86_64")]
+    static SIXTEENS: Cell<Vec<groups::Sixteen>> = const { Cell::new(Vec::new()) };
+    static SUMS: Cell<Vec<Line>> = const { Cell::new(Vec::new()) };
 }
+
+/// Sums of a row and a panel: a line of the cache, where loads and stores of two would take a tenth of all the time.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C, align(64))]
+struct Line([f32; LANES]);
 
 /// Up to 256 elements of a row of `x`, quantized.
 #[derive(Clone, Copy, Pod, Zeroable)]
@@ -94,57 +112,94 @@ pub(crate) fn gemm(cpu: &Cpu, x: TensorRef<'_>, w: &Packed, out: TensorMut<'_>) 
 
 /// The product for the rows of `out`.
 fn pass<X: Lane, O: Lane>(cpu: &Cpu, x: Rows<'_, X>, w: &Packed, out: RowsMut<'_, O>) {
-    let (first, rows) = (out.range().start, out.range().len());
-    let (padded, supers) = (kernel::padded(rows), w.k().div_ceil(SUPER));
-    let mut acts = ACTIVATIONS.take();
-    if acts.len() < padded * supers {
-        acts.resize(padded * supers, Activations::zeroed());
+    #[cfg(target_arch = "x86_64")]
+    if let Some(amx) = kernel::grouped(cpu, w.format(), out.range().len()) {
+        let padded = out.range().len().next_multiple_of(LANES);
+        let each = w.n().div_ceil(LANES).div_ceil(8 * cpu.workers()).next_multiple_of(2).min(TILE_PANELS);
+        return SIXTEENS.with(|kept| {
+            let mut acts = kept.take();
+            quantize_rows(cpu, x, w, out.range(), padded, false, amx, &mut acts);
+            multiply(cpu, Acts::Sixteens(amx, &acts), w, padded, each, out);
+            kept.set(acts);
+        });
     }
-    let used = &mut acts[..padded * supers];
-    let format = w.format();
-    let tiled = kernel::is_tiled(cpu, padded);
-    let pairs = tiled && format.has_min() && format.elements() > GROUP;
-    let quantize = |(s, out)| cpu.run(Quantize { x, rows: first..first + rows, s, format, pairs, out });
-    let parts = used.chunks_exact_mut(padded).enumerate();
-    // A core quantizes 64k elements in some 10 µs.
-    if rows * w.k() < 64 << 10 {
-        parts.for_each(quantize);
-    } else {
-        cpu.pool().scatter(parts.collect(), quantize);
-    }
-    let used = &acts[..padded * supers];
-    let panels = w.n().div_ceil(LANES);
+    let (rows, panels) = (out.range().len(), w.n().div_ceil(LANES));
+    let padded = kernel::padded(rows);
+    let tiled = kernel::is_tiled(cpu, w.format(), padded);
     // Eight units per worker, so that a late one costs an eighth of its share.
     let each = match (rows, tiled) {
         (..=SEVERAL, _) => panels.div_ceil(8 * cpu.workers()),
         (_, true) => panels.div_ceil(2 * cpu.workers()).min(TILE_PANELS),
         _ => PANELS,
     };
+    let pairs = tiled && w.format().has_min();
+    let mut acts = ACTIVATIONS.take();
+    quantize_rows(cpu, x, w, out.range(), padded, pairs, (), &mut acts);
+    multiply(cpu, Acts::Rows(&acts), w, padded, each, out);
+    ACTIVATIONS.set(acts);
+}
+
+/// Quantizes `rows` into `acts`, `[cells, padded rows]`.
+fn quantize_rows<X: Lane, T: Quantized>(
+    cpu: &Cpu,
+    x: Rows<'_, X>,
+    w: &Packed,
+    rows: Range<usize>,
+    padded: usize,
+    pairs: bool,
+    with: T::With,
+    acts: &mut Vec<T>,
+) {
+    let cells = w.k().div_ceil(SUPER);
+    acts.resize(cells * padded / T::ROWS, T::zeroed());
+    // Sixty-four rows to a part: rows of few cells have work for all threads, too.
+    let parts = acts.chunks_exact_mut((padded / T::ROWS).max(1)).enumerate().flat_map(|(s, cell)| {
+        let parts = cell.chunks_mut(64 / T::ROWS).enumerate();
+        parts.map(move |(i, out)| (s, 64 * i, out))
+    });
+    let end = rows.end;
+    let quantize = |(s, from, out): (usize, usize, &mut [T])| {
+        let rows = (rows.start + from).min(end)..end;
+        cpu.run(Quantize { x, rows, s, format: w.format(), pairs, with, out });
+    };
+    // A core quantizes 64k elements in some 10 µs.
+    if rows.len() * w.k() < 64 << 10 {
+        parts.for_each(quantize);
+    } else {
+        cpu.pool().scatter(parts.collect(), quantize);
+    }
+}
+
+/// Quantized rows, `[cells, padded rows]`.
+#[derive(Clone, Copy)]
+enum Acts<'a> {
+    Rows(&'a [Activations]),
+    #[cfg(target_arch = "x86_64")]
+    Sixteens(Amx, &'a [groups::Sixteen]),
+}
+
+/// The product, `each` panels to a unit of work.
+fn multiply<O: Lane>(cpu: &Cpu, acts: Acts<'_>, w: &Packed, padded: usize, each: usize, out: RowsMut<'_, O>) {
+    let rows = out.range().len();
     let units = out.split_columns(each * LANES).into_iter().enumerate();
-    let work = |(unit, out): (usize, RowsMut<'_, O>)| product(cpu, used, w, unit * each, out);
+    let work = |(unit, out): (usize, RowsMut<'_, O>)| {
+        let mut sums = SUMS.take();
+        // Of fewer units than threads most are as large as the last.
+        sums.resize(out.row_len().div_ceil(LANES) * padded, Line([0.0; LANES]));
+        kernel::run(cpu, acts, w, unit * each, padded, &mut sums);
+        cpu.run(Store { sums: &sums, padded, out });
+        SUMS.set(sums);
+    };
     if rows.saturating_mul(w.n()).saturating_mul(w.k()) < 256 << 10 {
         units.for_each(work);
     } else {
         cpu.pool().scatter(units.collect(), work);
     }
-    ACTIVATIONS.set(acts);
-}
-
-/// The columns of `out`, which begin with panel `first`.
-fn product<O: Lane>(cpu: &Cpu, acts: &[Activations], w: &Packed, first: usize, out: RowsMut<'_, O>) {
-    let rows = out.range().len();
-    let (padded, panels) = (kernel::padded(rows), out.row_len().div_ceil(LANES));
-    let mut sums = SUMS.take();
-    sums.clear();
-    sums.resize(panels * padded * LANES, 0.0);
-    kernel::run(cpu, acts, w, first, padded, &mut sums);
-    cpu.run(Store { sums: &sums, padded, out });
-    SUMS.set(sums);
 }
 
 /// Writes `[panels, padded rows, 16]` sums as rows.
 struct Store<'a, O> {
-    sums: &'a [f32],
+    sums: &'a [Line],
     padded: usize,
     out: RowsMut<'a, O>,
 }
@@ -157,49 +212,78 @@ impl<O: Lane> Kernel for Store<'_, O> {
         // Rows outside: a line of `out` is written once, and whole.
         for (i, r) in range.enumerate() {
             for (p, out) in self.out.row(r).chunks_mut(LANES).enumerate() {
-                narrow(v, &self.sums[(p * padded + i) * LANES..][..out.len()], out);
+                narrow(v, &self.sums[p * padded + i].0[..out.len()], out);
             }
         }
     }
 }
 
+/// What quantized rows are kept in.
+trait Quantized: Pod + Send {
+    /// Rows of one.
+    const ROWS: usize;
+    /// What it takes to write them.
+    type With: Copy + Send + Sync;
+    /// Writes a row.
+    fn put(&mut self, with: Self::With, row: usize, acts: &Activations);
+}
+
+impl Quantized for Activations {
+    const ROWS: usize = 1;
+    type With = ();
+    #[inline(always)]
+    fn put(&mut self, (): (), _: usize, acts: &Activations) {
+        *self = *acts;
+    }
+}
+
 /// Quantizes elements `256 * s..` of some rows; zeros for what `out` has beyond them.
-struct Quantize<'a, X> {
+struct Quantize<'a, X, T: Quantized> {
     x: Rows<'a, X>,
     rows: Range<usize>,
     s: usize,
     format: BlockFormat,
     /// Whether sums become two bf16.
     pairs: bool,
-    out: &'a mut [Activations],
+    with: T::With,
+    out: &'a mut [T],
 }
 
-impl<X: Lane> Kernel for Quantize<'_, X> {
+impl<X: Lane, T: Quantized> Kernel for Quantize<'_, X, T> {
     type Out = ();
     #[inline(always)]
-    fn run<V: Vector>(self, v: V) {
-        let mut wide = [0f32; SUPER];
-        let (out, rest) = self.out.split_at_mut(self.rows.len());
-        rest.fill(Activations::zeroed());
-        for (r, out) in self.rows.zip(out) {
-            let row = &self.x.row(r)[self.s * SUPER..];
-            widen(v, &row[..row.len().min(SUPER)], &mut wide);
-            quantize(v, &wide, self.format, self.pairs, out);
+    fn run<V: Vector>(mut self, v: V) {
+        let (mut wide, mut acts) = ([0f32; SUPER], Activations::zeroed());
+        for i in 0..self.out.len() * T::ROWS {
+            match self.rows.next() {
+                Some(r) => {
+                    let row = &self.x.row(r)[self.s * SUPER..];
+                    widen(v, &row[..row.len().min(SUPER)], &mut wide);
+                    quantize(v, &wide, self.format, self.pairs, &mut acts);
+                }
+                None => acts = Activations::zeroed(),
+            }
+            self.out[i / T::ROWS].put(self.with, i % T::ROWS, &acts);
         }
     }
 }
 
 #[inline(always)]
 fn quantize<V: Vector>(v: V, x: &[f32; SUPER], format: BlockFormat, pairs: bool, out: &mut Activations) {
-    let (mut most, mut zeros) = (v.splat(0.0), v.splat(0.0));
+    // Four of either: a maximum and a fused step take four cycles each, and there are up to two in every one.
+    let (mut most, mut zeros) = ([v.splat(0.0); 4], [v.splat(0.0); 4]);
     let mut i = 0;
     while i < SUPER {
-        let a = v.abs(v.load(&x[i..]));
-        most = v.max(a, most);
-        // 0, unless it is infinite or no number.
-        zeros = v.fma(a, v.splat(0.0), zeros);
-        i += V::LANES;
+        for j in 0..4 {
+            let a = v.abs(v.load(&x[i + j * V::LANES..]));
+            most[j] = v.max(a, most[j]);
+            // 0, unless it is infinite or no number.
+            zeros[j] = v.fma(a, v.splat(0.0), zeros[j]);
+        }
+        i += 4 * V::LANES;
     }
+    let most = v.max(v.max(most[0], most[1]), v.max(most[2], most[3]));
+    let zeros = v.add(v.add(zeros[0], zeros[1]), v.add(zeros[2], zeros[3]));
     let finite = v.bits(v.lt(zeros, v.splat(1.0))) == (1 << V::LANES) - 1;
     let scale = v.max_lane(most) / 127.0;
     *out = Activations { scale, ..Zeroable::zeroed() };
@@ -239,8 +323,10 @@ fn quantize<V: Vector>(v: V, x: &[f32; SUPER], format: BlockFormat, pairs: bool,
         } else if format.has_min() {
             sums.for_each(|(out, sum)| *out = sum.to_bits() as i32);
         } else {
-            // Below 2^24 too.
-            sums.for_each(|(out, sum)| *out = (-offset * sum) as i32);
+            // Below 2^22: with 2^23 and half of it added the lower bits of an f32 are the integer. As a cast, which looks for
+            // what does not fit, it took a fifth of the quantization.
+            const LARGE: f32 = (3 << 22) as f32;
+            sums.for_each(|(out, sum)| *out = (LARGE - offset * sum).to_bits() as i32 - LARGE.to_bits() as i32);
         }
     }
 }

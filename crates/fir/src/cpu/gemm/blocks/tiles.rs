@@ -1,28 +1,18 @@
-//! Many rows through AMX tiles.
+//! Many rows of formats with integer scales through AMX tiles.
 //!
 //! A product of tiles is exact in i32, as the instructions of [`super::kernel`] are, so the f32 steps after it see the
-//! same integers. Of a cell the right operand is eight tiles, 256 deep and 16 columns wide twice:
+//! same integers. Of a cell the right operand is eight tiles, 256 deep and 16 columns wide twice: `sc * q`, up to 13 bits,
+//! as `256 * high + low` in signed bytes. One product over the whole depth gives the sums of both parts, and one pass of
+//! vectors per cell joins them. Minima meet the sums of activations in a product of bf16, which is exact too: a sum of 12
+//! bits is two numbers of bf16.
 //!
-//! * integer scales: `sc * q`, up to 13 bits, as `256 * high + low` in signed bytes. One product over the whole depth
-//!   gives the sums of both parts, and one pass of vectors per cell joins them. Minima meet the sums of activations in a
-//!   product of bf16, which is exact too: a sum of 12 bits is two numbers of bf16.
-//! * f16 scales: `q`, each group of 32 alone in the 64 deep tile that it shares with its neighbour, the rest zeros. One
-//!   product of one step gives the sums of both groups.
+//! What it costs, in cycles for 16 rows of a cell (16 × 16 sums, 256 deep), measured on a Xeon of model 207 in the
+//! first-level cache: 145, with minima 180. A tile instruction takes 16, and while one runs vectors of any width have one
+//! port instead of two: 8 × 16 = 128 beside 16 × 5 = 80 of vectors, or 96. At one product for each byte of weight there would
+//! be four instructions, 64 cycles.
 //!
-//! What it costs, in cycles for 16 rows of a cell (16 × 16 sums, 256 deep), measured on a Xeon of model 207. A tile
-//! instruction takes 16, however few of its 64 bytes are used, and while one runs vectors of any width have one port
-//! instead of two. At one product for each byte of weight there would be four instructions, 64 cycles.
-//!
-//! | | tiles | vectors, one port | together, in the first-level cache |
-//! |---|--:|--:|--:|
-//! | integer scales | 8 × 16 = 128 | 16 × 5 = 80, with minima 16 × 6 = 96 | 145, with minima 180 |
-//! | f16 scales | 8 × 16 = 128 | 16 × 8 × 2 = 256, with minima 16 × 8 × 3 = 384 | 270 without minima |
-//!
-//! Rows' activations come from the second-level cache, and nothing asks for them ahead: doing so took 20 % (integer scales)
-//! to 35 % (f16 scales) longer, as lines that are waited for keep tiles' own loads waiting.
-//!
-//! So 44 % of what int8 products can do is the bound of integer scales, and 24 % that of f16 scales: one conversion and
-//! one multiply-add for each group's sum, and no way to add integers whose scales have no common divisor.
+//! Rows' activations come from the second-level cache, and nothing asks for them ahead: doing so took 20 % longer, as lines
+//! that are waited for keep tiles' own loads waiting.
 
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -88,30 +78,23 @@ fn prepare<V: Integers, C: Codes, S: Scales>(v: V, offset: u8, out: &mut Prepare
     let groups = out.cell.codes.chunks_exact(C::BYTES).zip(out.cell.scales.chunks_exact(scale_bytes));
     for (g, (group, scales)) in groups.enumerate().take(8) {
         let (mut scale, mut min) = ([v.splat(0); 2], [v.splat(0); 2]);
-        if S::INTEGERS {
-            for sub in 0..S::SUBS {
-                (scale[sub], min[sub]) = S::read(v, scales, sub);
-            }
-            for (sub, &min) in min.iter().enumerate().take(if S::MIN { S::SUBS } else { 0 }) {
-                let mut lanes = [0f32; LANES];
-                v.store(v.float(min), &mut lanes);
-                // Six bits: the upper half of an f32 has them all.
-                for (pair, min) in out.minima.0[S::SUBS * g + sub].iter_mut().zip(lanes) {
-                    *pair = min.to_bits() | min.to_bits() >> 16;
-                }
+        for sub in 0..S::SUBS {
+            (scale[sub], min[sub]) = S::read(v, scales, sub);
+        }
+        for (sub, &min) in min.iter().enumerate().take(if S::MIN { S::SUBS } else { 0 }) {
+            let mut lanes = [0f32; LANES];
+            v.store(v.float(min), &mut lanes);
+            // Six bits: the upper half of an f32 has them all.
+            for (pair, min) in out.minima.0[S::SUBS * g + sub].iter_mut().zip(lanes) {
+                *pair = min.to_bits() | min.to_bits() >> 16;
             }
         }
         super::kernel::each!(I in [0 1 2 3 4 5 6 7] {
             let levels = v.sub_bytes(C::read::<V, I>(v, group), offset);
-            if S::INTEGERS {
-                let (high, low) = v.scaled(levels, scale[I * S::SUBS / 8]);
-                let at = 64 * (8 * g + I);
-                v.store_bytes(low, &mut right[at..]);
-                v.store_bytes(high, &mut right[4 * TILE + at..]);
-            } else {
-                // Tile `g`; the second of two groups lies in its second half.
-                v.store_bytes(levels, &mut right[g * TILE + 64 * (8 * (g % 2) + I)..]);
-            }
+            let (high, low) = v.scaled(levels, scale[I * S::SUBS / 8]);
+            let at = 64 * (8 * g + I);
+            v.store_bytes(low, &mut right[at..]);
+            v.store_bytes(high, &mut right[4 * TILE + at..]);
         });
     }
 }
@@ -131,43 +114,28 @@ impl<V: Integers, S: Scales> TileKernel for Multiply<'_, V, S> {
     fn run(self, _: Avx512, tiles: Tiles) {
         let Self { v, acts, prepared, sums, .. } = self;
         let rows = acts.len();
-        let mut buffer = Aligned([[0i32; SUMS]; 4]);
+        let mut product = Aligned([0i32; SUMS]);
         let mut minima = Aligned([0f32; ROWS * LANES]);
         let mut last: Option<(usize, usize)> = None;
-        // Two groups to a step: the last cell of a row may have fewer than eight. Where the sums of the step before go.
-        let (steps, mut before) = (prepared[0].cell.groups.div_ceil(2), 0);
         for r in (0..rows).step_by(ROWS) {
             let data: &[i8] = bytemuck::cast_slice(&acts[r..r + ROWS]);
-            let left = |step: usize| Left { data: &data[64 * step..], stride: 4 * PITCH };
             for (p, cell) in prepared.iter().enumerate() {
-                for step in 0..steps {
-                    if S::INTEGERS {
-                        // Low and high, a step of four.
-                        let right = Right { data: &cell.right.0[step * TILE..], stride: 4 * TILE };
-                        match step {
-                            0 => tiles.begin_i8(left(step), right, &mut buffer.0[0]),
-                            _ => tiles.step_i8(left(step), right),
-                        }
-                    } else {
-                        // Two groups: a product of its own.
-                        let right = Right { data: &cell.right.0[2 * step * TILE..], stride: TILE };
-                        tiles.begin_i8(left(step), right, &mut buffer.0[before]);
-                        before = step;
+                for step in 0..SUPER / 64 {
+                    let left = Left { data: &data[64 * step..], stride: 4 * PITCH };
+                    // Low and high, a step of four.
+                    let right = Right { data: &cell.right.0[step * TILE..], stride: 4 * TILE };
+                    match step {
+                        0 => tiles.begin_i8(left, right, &mut product.0),
+                        _ => tiles.step_i8(left, right),
                     }
-                    // The cell before, a quarter of its rows beside each step; or all of them, as their sums are
-                    // overwritten by the next.
-                    let rows_now = match (S::INTEGERS, step) {
-                        (true, _) => 8 * step..8 * step + 8,
-                        (false, 0) => 0..ROWS,
-                        (false, _) => 0..0,
-                    };
+                    // The cell before, a quarter of its rows beside each step.
                     if let Some((p, r)) = last {
                         let at = (p * rows + r) * LANES;
-                        let sums = &mut sums[at..at + ROWS * LANES];
-                        finish::<V, S>(v, &buffer.0, &minima.0, rows_now, &prepared[p], &acts[r..r + ROWS], sums);
+                        let (acts, sums) = (&acts[r..r + ROWS], &mut sums[at..at + ROWS * LANES]);
+                        finish::<V, S>(v, &product.0, &minima.0, 8 * step..8 * step + 8, &prepared[p], acts, sums);
                     }
                 }
-                if S::INTEGERS && S::MIN {
+                if S::MIN {
                     let sums = Left { data: &data[SUPER..], stride: 4 * PITCH };
                     tiles.product_pairs(sums, &cell.minima.0, &mut minima.0);
                 }
@@ -175,10 +143,10 @@ impl<V: Integers, S: Scales> TileKernel for Multiply<'_, V, S> {
             }
         }
         if let Some((p, r)) = last {
-            tiles.end(&mut buffer.0[before]);
+            tiles.end(&mut product.0);
             let at = (p * rows + r) * LANES;
             let sums = &mut sums[at..at + ROWS * LANES];
-            finish::<V, S>(v, &buffer.0, &minima.0, 0..ROWS, &prepared[p], &acts[r..r + ROWS], sums);
+            finish::<V, S>(v, &product.0, &minima.0, 0..ROWS, &prepared[p], &acts[r..r + ROWS], sums);
         }
     }
 }
@@ -187,51 +155,25 @@ impl<V: Integers, S: Scales> TileKernel for Multiply<'_, V, S> {
 #[inline(always)]
 fn finish<V: Integers, S: Scales>(
     v: V,
-    product: &[[i32; SUMS]; 4],
+    product: &[i32; SUMS],
     minima: &[f32; ROWS * LANES],
     rows: Range<usize>,
     of: &Prepared<'_>,
     acts: &[Activations],
     sums: &mut [f32],
 ) {
-    let cell = of.cell;
-    if S::INTEGERS {
-        let d = v.halves(cell.shared);
-        let m = if S::MIN { v.halves(&cell.shared[2 * LANES..]) } else { d };
-        let product = product[0][rows.start * 2 * LANES..rows.end * 2 * LANES].chunks_exact(2 * LANES);
-        let sums = sums[rows.start * LANES..rows.end * LANES].chunks_exact_mut(LANES);
-        let minima = minima[rows.start * LANES..rows.end * LANES].chunks_exact(LANES);
-        for (((row, minima), acts), sum) in product.zip(minima).zip(&acts[rows]).zip(sums) {
-            let whole = v.mul_add(v.load_i32(&row[LANES..]), v.splat(256), v.load_i32(row));
-            let mut t = v.mul(d, v.float(whole));
-            if S::MIN {
-                t = v.fnma(m, v.load(minima), t);
-            }
-            v.store(v.fma(t, v.splat_f32(acts.scale), v.load(sum)), sum);
+    let shared = of.cell.shared;
+    let d = v.halves(shared);
+    let m = if S::MIN { v.halves(&shared[2 * LANES..]) } else { d };
+    let product = product[rows.start * 2 * LANES..rows.end * 2 * LANES].chunks_exact(2 * LANES);
+    let sums = sums[rows.start * LANES..rows.end * LANES].chunks_exact_mut(LANES);
+    let minima = minima[rows.start * LANES..rows.end * LANES].chunks_exact(LANES);
+    for (((row, minima), acts), sum) in product.zip(minima).zip(&acts[rows]).zip(sums) {
+        let whole = v.mul_add(v.load_i32(&row[LANES..]), v.splat(256), v.load_i32(row));
+        let mut t = v.mul(d, v.float(whole));
+        if S::MIN {
+            t = v.fnma(m, v.load(minima), t);
         }
-        return;
-    }
-    // As many rows at a time as there are registers for.
-    for half in rows.start / LANES..rows.end / LANES {
-        let acts: &[Activations; LANES] = acts[half * LANES..].first_chunk().expect("16 rows");
-        let mut t = [v.splat_f32(0.0); LANES];
-        for (g, scales) in cell.scales.chunks_exact(S::bytes()).enumerate().take(8) {
-            let product = &product[g / 2][half * SUMS / 2 + g % 2 * LANES..][..SUMS / 2 - LANES];
-            let d = v.halves(scales);
-            for r in 0..LANES {
-                t[r] = v.fma(d, v.float(v.load_i32(&product[r * 2 * LANES..])), t[r]);
-            }
-            if S::MIN {
-                let m = v.halves(&scales[2 * LANES..]);
-                for r in 0..LANES {
-                    t[r] = v.fma(m, v.splat_f32(acts[r].sum(g)), t[r]);
-                }
-            }
-        }
-        let sums = &mut sums[half * LANES * LANES..][..LANES * LANES];
-        for r in 0..LANES {
-            let sum = &mut sums[r * LANES..][..LANES];
-            v.store(v.fma(t[r], v.splat_f32(acts[r].scale), v.load(sum)), sum);
-        }
+        v.store(v.fma(t, v.splat_f32(acts.scale), v.load(sum)), sum);
     }
 }
