@@ -123,11 +123,7 @@ fn structure(
             return Ok(Some(array));
         }
         "kv_indices" => {
-            // Every page once, in any order.
-            let mut ids: Vec<u64> = (0..axis("num_pages")).collect();
-            for i in (1..ids.len()).rev() {
-                ids.swap(i, rng.integer(0, i as i64 + 1) as usize);
-            }
+            let ids = shuffled(axis("num_pages"), rng);
             (0..array.len()).for_each(|i| array.set(i, ids.get(i).copied().unwrap_or(0) as f64));
             return Ok(Some(array));
         }
@@ -144,7 +140,15 @@ fn structure(
             return Ok(Some(array));
         }
         "sparse_indices" => axis("num_pages") * page,
-        "block_table" => axis("num_pages"),
+        "block_table" => {
+            // A request has a page once; requests may share pages.
+            let row = array.shape().last().copied().unwrap_or(1).max(1);
+            for begin in (0..array.len()).step_by(row) {
+                let ids = shuffled(axis("num_pages"), rng);
+                (0..row).for_each(|i| array.set(begin + i, ids.get(i).copied().unwrap_or(0) as f64));
+            }
+            return Ok(Some(array));
+        }
         "positions" => axis("max_seq_len"),
         "state_batch_indices" => axis("state_cache_size"),
         "initial_state_indices" => axis("pool_size"),
@@ -170,6 +174,15 @@ fn structure(
         array.set(i, x as f64);
     }
     Ok(Some(array))
+}
+
+/// Every number below `n` once, in any order.
+fn shuffled(n: u64, rng: &mut Rng) -> Vec<u64> {
+    let mut ids: Vec<u64> = (0..n).collect();
+    for i in (1..ids.len()).rev() {
+        ids.swap(i, rng.integer(0, i as i64 + 1) as usize);
+    }
+    ids
 }
 
 fn scalar(definition: &Definition, name: &str, spec: &TensorSpec) -> Scalar {

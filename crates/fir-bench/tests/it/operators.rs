@@ -139,13 +139,14 @@ fn mixtures_of_experts_pass_at_a_smaller_size() {
 }
 
 /// Definitions whose references are run in every test; `FIR_BENCH_ALL=1` takes all that fit in memory.
-const REFERENCES: [&str; 6] = [
+const REFERENCES: [&str; 7] = [
     "gdn_decode_qk4_v8_d128_k_last",
     "gdn_prefill_qk4_v8_d128_k_last",
     "gdn_mtp_qk8_v16_d128_k_last",
     "mamba_ssu_decode_h64_d64_s128_ng4",
     "mla_ragged_prefill_causal_h8_qk192_vo128",
     "dsa_sparse_attention_h16_ckv512_kpe64_topk2048_ps64",
+    "dsa_topk_indexer_fp8_h64_d128_topk2048_ps64",
 ];
 
 #[test]

@@ -161,28 +161,29 @@ def test_rope_asks(style):
 def test_planned_prefills_ask():
     import flashinfer.prefill as prefill
 
-    q, cache = ("float32", ("rows", 5), H, D), ("float32", ("pages", 4), PS, KV, D)
+    q, cache = ("bfloat16", ("rows", 5), H, D), ("bfloat16", ("pages", 4), PS, KV, D)
     lse, indptr = ("float32", ("rows", 5), H), ("int32", ("len", 3))
     paged = marked("gqa_paged_prefill_causal_h4_kv2_d64_ps16", "gqa_paged",
                    {"q": q, "k_cache": cache, "v_cache": cache, "qo_indptr": indptr, "kv_indptr": indptr, "kv_indices": ("int32", ("ids", 3)),
                     "kv_last_page_len": ("int32", ("batch", 2)), "sm_scale": ("float32",)},
                    {"output": q, "lse": lse}, {"rows": 5, "pages": 4, "len": 3, "ids": 3, "batch": 2})
-    kv = ("float32", ("tokens", 9), KV, D)
+    kv = ("bfloat16", ("tokens", 9), KV, D)
     ragged = marked("gqa_ragged_prefill_causal_h4_kv2_d64", "gqa_ragged",
                     {"q": q, "k": kv, "v": kv, "qo_indptr": indptr, "kv_indptr": indptr, "sm_scale": ("float32",)},
                     {"output": q, "lse": lse}, {"rows": 5, "tokens": 9, "len": 3})
-    work, x, f32 = torch.empty(1 << 20, dtype=torch.uint8), torch.randn(5, 4, 64), torch.float32
-    pages = torch.randn(4, 16, 2, 64), torch.randn(4, 16, 2, 64)
-    k, v = torch.randn(9, 2, 64), torch.randn(9, 2, 64)
+    bf16 = lambda *shape: torch.randn(*shape).bfloat16()
+    work, x, dtype = torch.empty(1 << 20, dtype=torch.uint8), bf16(5, 4, 64), torch.bfloat16
+    pages = bf16(4, 16, 2, 64), bf16(4, 16, 2, 64)
+    k, v = bf16(9, 2, 64), bf16(9, 2, 64)
     for causal in (True, False):
         with bench.enable_apply(paged):
             wrapper = prefill.BatchPrefillWithPagedKVCacheWrapper(work, "NHD")
-            wrapper.plan(ints(0, 2, 5), ints(0, 2, 3), ints(0, 1, 2), ints(3, 16), 4, 2, 64, 16, causal=causal, q_data_type=f32)
+            wrapper.plan(ints(0, 2, 5), ints(0, 2, 3), ints(0, 1, 2), ints(3, 16), 4, 2, 64, 16, causal=causal, q_data_type=dtype)
             assert is_marked(*wrapper.run(x, pages, return_lse=True)) == causal
         assert not is_marked(wrapper.run(x, pages))
         with bench.enable_apply(ragged):
             wrapper = prefill.BatchPrefillWithRaggedKVCacheWrapper(work, "NHD")
-            wrapper.plan(ints(0, 2, 5), ints(0, 4, 9), 4, 2, 64, causal=causal, q_data_type=f32)
+            wrapper.plan(ints(0, 2, 5), ints(0, 4, 9), 4, 2, 64, causal=causal, q_data_type=dtype)
             out = torch.empty_like(x)
             assert is_marked(wrapper.run(x, k, v, out=out), out) == causal
         assert not is_marked(wrapper.run(x, k, v))
@@ -193,20 +194,21 @@ def test_a_planned_mla_asks(rows):
     import flashinfer.mla as mla
 
     lens, indptr = (1, 1) if rows == 2 else (2, 3), ("int32", ("len", 3))
-    q, pe, lse = ("float32", ("rows", rows), H, ("ckv", 512)), ("float32", ("rows", rows), H, ("kpe", 64)), ("float32", ("rows", rows), H)
-    inputs = {"q_nope": q, "q_pe": pe, "ckv_cache": ("float32", ("pages", 4), PS, ("ckv", 512)),
-              "kpe_cache": ("float32", ("pages", 4), PS, ("kpe", 64)), "kv_indptr": indptr, "kv_indices": ("int32", ("ids", 3)),
+    q, pe, lse = ("bfloat16", ("rows", rows), H, ("ckv", 512)), ("bfloat16", ("rows", rows), H, ("kpe", 64)), ("float32", ("rows", rows), H)
+    inputs = {"q_nope": q, "q_pe": pe, "ckv_cache": ("bfloat16", ("pages", 4), PS, ("ckv", 512)),
+              "kpe_cache": ("bfloat16", ("pages", 4), PS, ("kpe", 64)), "kv_indptr": indptr, "kv_indices": ("int32", ("ids", 3)),
               "sm_scale": ("float32",)}
     var = {"rows": rows, "pages": 4, "len": 3, "ids": 3}
     kind = "decode" if rows == 2 else "prefill_causal"
     if rows == 5:
         inputs["qo_indptr"] = indptr
     made = marked(f"mla_paged_{kind}_h4_ckv512_kpe64_ps16", "mla_paged", inputs, {"output": q, "lse": lse}, var)
-    ckv, kpe = torch.randn(4, 16, 512), torch.randn(4, 16, 64)
-    call = lambda: wrapper.run(torch.randn(rows, 4, 512), torch.randn(rows, 4, 64), ckv, kpe, return_lse=True)
+    bf16 = lambda *shape: torch.randn(*shape).bfloat16()
+    ckv, kpe = bf16(4, 16, 512), bf16(4, 16, 64)
+    call = lambda: wrapper.run(bf16(rows, 4, 512), bf16(rows, 4, 64), ckv, kpe, return_lse=True)
     with bench.enable_apply(made):
         wrapper = mla.BatchMLAPagedAttentionWrapper(torch.empty(1 << 20, dtype=torch.uint8))
-        wrapper.plan(ints(0, lens[0], rows), ints(0, 2, 3), ints(0, 1, 2), ints(20, 16), 4, 512, 64, 16, True, 0.1, torch.float32, torch.float32)
+        wrapper.plan(ints(0, lens[0], rows), ints(0, 2, 3), ints(0, 1, 2), ints(20, 16), 4, 512, 64, 16, True, 0.1, torch.bfloat16, torch.bfloat16)
         assert is_marked(*call())
     assert not is_marked(*call())
 
