@@ -207,7 +207,6 @@ fn moe_route(
 
 /// Weighs the experts that a table names for each token. `shared`: the weight of one more, or None.
 #[pyfunction]
-#[expect(clippy::too_many_arguments, reason = "the library's own")]
 fn moe_route_by_table(
     py: Python<'_>,
     mut logits: Arg,

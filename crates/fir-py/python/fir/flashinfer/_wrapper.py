@@ -89,14 +89,15 @@ class Wrapper:
         """The mask; in CUDA-graph mode in the buffers that captured runs read."""
         if not self._use_cuda_graph:
             return mask
-        for name, buffer, given in zip(("custom_mask_buf", "mask_indptr_buf"), (self._custom_mask_buf, self._mask_indptr_buf), mask):
+        names, buffers = ("custom_mask_buf", "mask_indptr_buf"), (self._custom_mask_buf, self._mask_indptr_buf)
+        for name, buffer, given in zip(names, buffers, mask):
             if not torch.is_tensor(buffer):
                 raise ValueError(f"{name} should be a torch.Tensor in CUDA graph mode if a mask is given")
             if len(given) > len(buffer):
                 raise ValueError(f"The mask needs {len(given)} entries of {name}, expected at most {len(buffer)}, those of the "
                                  "allocated buffer")
             buffer[: len(given)].copy_(given)
-        return self._custom_mask_buf, self._mask_indptr_buf
+        return buffers
 
     def _replan(self, sm_scale, **flags) -> None:
         """What the deprecated calls pass to ``forward`` instead of ``plan``."""

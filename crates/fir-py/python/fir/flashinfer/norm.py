@@ -13,8 +13,8 @@ from ._core import F32, number, refuse
 
 __all__ = [
     "fused_add_rmsnorm", "fused_add_rmsnorm_quant", "fused_dit_gate_residual_layernorm_gamma_beta",
-    "fused_dit_gate_residual_layernorm_scale_shift", "fused_dit_residual_layernorm_scale_shift", "fused_qk_rmsnorm_rope", "gemma_fused_add_rmsnorm", "gemma_rmsnorm",
-    "layernorm", "layernorm_quant", "rmsnorm", "rmsnorm_quant",
+    "fused_dit_gate_residual_layernorm_scale_shift", "fused_dit_residual_layernorm_scale_shift", "fused_qk_rmsnorm_rope",
+    "gemma_fused_add_rmsnorm", "gemma_rmsnorm", "layernorm", "layernorm_quant", "rmsnorm", "rmsnorm_quant",
 ]
 
 
