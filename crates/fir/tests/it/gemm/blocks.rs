@@ -335,7 +335,8 @@ fn bad_arguments_are_named() {
 #[test]
 fn rows_have_the_same_bits_among_hundreds() {
     let mut rng = Rng::new(11);
-    for (format, n, k) in [(BlockFormat::Q4_1, 96, 576), (BlockFormat::Q6K, 40, 512)] {
+    use BlockFormat::{Q4_1, Q5_0, Q6K, Q8_0};
+    for (format, n, k) in [(Q4_1, 96, 576), (Q5_0, 50, 928), (Q8_0, 33, 800), (Q6K, 40, 512)] {
         let data = random_blocks(&mut rng, format, n, k);
         for (level, dtype) in Level::available().into_iter().flat_map(|l| FLOATS.map(|d| (l, d))) {
             let (exec, x) = (Exec::cpu_with(level, 2).unwrap(), rng.tensor(dtype, &[600, k]));
