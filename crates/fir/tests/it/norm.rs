@@ -294,13 +294,13 @@ fn an_output_larger_than_the_caches_has_the_same_rows() {
     });
 }
 
-/// The numbers of a modulation, element by element.
-fn spread(m: &Modulation<'_>, rows: usize, hidden: usize) -> Vec<f64> {
+/// The numbers of a modulation, element by element, as plain code adds them up.
+fn spread(p: Precision, m: &Modulation<'_>, rows: usize, hidden: usize) -> Vec<f64> {
     let values = |t: Option<TensorRef<'_>>| t.map(|t| t.to_f32_vec().unwrap());
     let (own, columns) = (values(m.rows), values(m.columns));
     let one = |i: usize| own.as_ref().map_or(0.0, |o| f64::from(o[i]));
     let column = |i: usize| columns.as_ref().map_or(0.0, |c| f64::from(c[i % hidden]));
-    (0..rows * hidden).map(|i| f64::from(m.plus) + (one(i) + column(i))).collect()
+    (0..rows * hidden).map(|i| p.acc(f64::from(m.plus) + p.acc(one(i) + column(i)))).collect()
 }
 
 #[test]
@@ -336,19 +336,20 @@ fn modulated_layer_norms_match_reference() {
                         out: out.view_mut(),
                     };
                     modulated_layer_norm(exec, args).unwrap();
-                    let [mut gates, scales, shifts] = [gate, scale, shift].map(|m| spread(&m, 4, hidden));
-                    if x_scale.is_some() {
-                        gates.iter_mut().for_each(|g| *g *= 0.5);
-                    }
                     let before: Vec<f64> = match residual {
                         Some(r) => r.to_f32_vec().unwrap().iter().map(|&x| f64::from(x)).collect(),
                         None => vec![0.0; 4 * hidden],
                     };
-                    let want =
-                        |p| reference::modulated_layer_norm(p, x.view(), &before, [&gates, &scales, &shifts], 1e-3);
+                    let want = |p| {
+                        let [mut gates, scales, shifts] = [gate, scale, shift].map(|m| spread(p, &m, 4, hidden));
+                        if x_scale.is_some() {
+                            gates.iter_mut().for_each(|g| *g *= 0.5);
+                        }
+                        reference::modulated_layer_norm(p, x.view(), &before, [&gates, &scales, &shifts], 1e-3)
+                    };
                     let what = format!("{exec:?} {dtype} {hidden} {what}");
                     assert_matches(&what, out.view(), hidden, |p| Ok(want(p)?.0));
-                    assert_matches(&what, sum.view(), 1, |p| Ok(want(p)?.1));
+                    assert_matches(&what, sum.view(), hidden, |p| Ok(want(p)?.1));
                 }
             }
         }
