@@ -23,7 +23,7 @@
 //! | module | holds |
 //! |---|---|
 //! | [`attention`] | plans and single requests: paged, ragged, cascade, latent, sparse |
-//! | [`activation`], [`gemm`], [`moe`], [`norm`], [`page`], [`quantize`], [`rope`], [`sampling`], [`speculative`], [`topk`] | the other operators |
+//! | [`activation`], [`gemm`], [`lora`], [`moe`], [`norm`], [`page`], [`quantize`], [`rope`], [`sampling`], [`speculative`], [`topk`] | the other operators |
 //! | [`variant`] | what is done to a score between `q · k` and softmax |
 //! | [`exec`] | where they run: [`Exec`], CPU levels, CUDA devices |
 //! | `jit` | the kernels of CUDA devices, compiled when first used; a guide |

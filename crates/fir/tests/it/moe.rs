@@ -4,7 +4,7 @@ use fir::tensor::{Block, Scaled};
 use fir::testing::Rng;
 use fir::{DType, Exec, Result, Tensor, TensorMut, TensorRef};
 
-use crate::support::{FLOATS, Wanted, every_exec};
+use crate::support::{FLOATS, Wanted, assert_matches, every_exec};
 
 fn routed(
     exec: &Exec,
