@@ -164,8 +164,9 @@ fn the_packed_form_is_hardly_larger_than_the_file() {
 fn extreme_codes_and_scales_match_the_reference() {
     let mut rng = Rng::new(3);
     for fill in [0x00, 0xff, 0x80, 0x7f] {
-        for format in BlockFormat::ALL {
-            let (m, n, k) = (9, 16, 512);
+        // Nine rows, and as many as go through tiles.
+        for (format, m) in BlockFormat::ALL.into_iter().flat_map(|format| [(format, 9), (format, 66)]) {
+            let (n, k) = (16, 512);
             let mut data = vec![fill; n * k / format.elements() * format.bytes()];
             for block in data.chunks_exact_mut(format.bytes()) {
                 for &at in halves(format) {
@@ -180,7 +181,7 @@ fn extreme_codes_and_scales_match_the_reference() {
             every_exec(|exec| {
                 let w = BlockWeights::pack(exec, format, &data, n, k).unwrap();
                 let out = product(exec, x.view(), &w, DType::F32);
-                assert_matches(&format!("{exec:?} {format} of {fill:#x}"), out.view(), n, |p| {
+                assert_matches(&format!("{exec:?} {format} of {fill:#x}, {m} rows"), out.view(), n, |p| {
                     reference::block_gemm(p, x.view(), format, &data, n)
                 });
             });
@@ -191,8 +192,8 @@ fn extreme_codes_and_scales_match_the_reference() {
 #[test]
 fn what_is_not_finite_spoils_its_row_or_column_alone() {
     let mut rng = Rng::new(4);
-    for format in BlockFormat::ALL {
-        let (m, n, k) = (11, 20, 512);
+    for (format, m) in BlockFormat::ALL.into_iter().flat_map(|format| [(format, 11), (format, 70)]) {
+        let (n, k) = (20, 512);
         let mut x = rng.normals(m * k);
         let mut data = random_blocks(&mut rng, format, n, k);
         let clean =
@@ -335,7 +336,8 @@ fn bad_arguments_are_named() {
 #[test]
 fn rows_have_the_same_bits_among_hundreds() {
     let mut rng = Rng::new(11);
-    for (format, n, k) in [(BlockFormat::Q4_1, 96, 576), (BlockFormat::Q6K, 40, 512)] {
+    use BlockFormat::{Q4_1, Q5_0, Q6K, Q8_0};
+    for (format, n, k) in [(Q4_1, 96, 576), (Q5_0, 50, 928), (Q8_0, 33, 800), (Q6K, 40, 512)] {
         let data = random_blocks(&mut rng, format, n, k);
         for (level, dtype) in Level::available().into_iter().flat_map(|l| FLOATS.map(|d| (l, d))) {
             let (exec, x) = (Exec::cpu_with(level, 2).unwrap(), rng.tensor(dtype, &[600, k]));

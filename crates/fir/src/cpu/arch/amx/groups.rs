@@ -114,3 +114,76 @@ impl Tiles {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::TileKernel;
+    use super::*;
+    use crate::cpu::arch::Avx512;
+
+    /// Where element `i` of a group stands among its tile's.
+    fn place(i: usize) -> usize {
+        i / 4 * 4 + [0, 2, 1, 3][i % 4]
+    }
+
+    struct Check(Amx);
+
+    impl TileKernel for Check {
+        type Out = ();
+        #[inline(always)]
+        fn run(self, _: Avx512, tiles: Tiles) {
+            let integers: [i8; 256] = std::array::from_fn(|i| (i as u8 as i8).max(-127));
+            for (words, want) in integers.as_chunks::<32>().0.iter().map(|x| (bytemuck::cast::<_, [i32; 8]>(*x), x)) {
+                let mut out = [bf16::NAN; 32];
+                self.0.widen_integers(&words, &mut out);
+                for (i, want) in want.iter().enumerate() {
+                    assert_eq!(out[place(i)].to_f32(), f32::from(*want), "{i}");
+                }
+            }
+            // Of a column's four elements the even ones are in the first half, the odd ones in the second.
+            let widened = |out: &[bf16; 64], i: usize| out[i % 2 * 32 + i / 4 * 2 + i % 4 / 2].to_f32();
+            for from in [0u8, 64, 128, 192] {
+                let (x, mut out) = (std::array::from_fn(|i| from + i as u8), [bf16::NAN; 64]);
+                tiles.widen_bytes(&x, &mut out);
+                assert!((0..64).all(|i| widened(&out, i) == f32::from(x[i]) - 128.0), "{from}");
+                let (x, table) = (x.map(|x| x % 32), std::array::from_fn(|i| bf16::from_f32(i as f32 - 16.0)));
+                tiles.widen_codes(&table, &x, &mut out);
+                assert!((0..64).all(|i| widened(&out, i) == f32::from(x[i]) - 16.0), "{from}");
+            }
+            // Four products in turn, each of which stores what its tile held; two rounds of them.
+            let number = |i: usize, seed: usize| bf16::from_f32(((i * 7 + seed * 13) % 255) as f32 - 127.0);
+            let operands: [[[bf16; TILE]; 2]; 8] =
+                std::array::from_fn(|n| std::array::from_fn(|side| std::array::from_fn(|i| number(i, 2 * n + side))));
+            let mut got = [[f32::NAN; 256]; 12];
+            for (n, [a, b]) in operands.iter().enumerate() {
+                match n % 4 {
+                    0 => tiles.turn_bf16::<0>(a, b, &mut got[n]),
+                    1 => tiles.turn_bf16::<1>(a, b, &mut got[n]),
+                    2 => tiles.turn_bf16::<2>(a, b, &mut got[n]),
+                    _ => tiles.turn_bf16::<3>(a, b, &mut got[n]),
+                }
+            }
+            tiles.end_turn::<0>(&mut got[8]);
+            tiles.end_turn::<1>(&mut got[9]);
+            tiles.end_turn::<2>(&mut got[10]);
+            tiles.end_turn::<3>(&mut got[11]);
+            for (n, [a, b]) in operands.iter().enumerate() {
+                for (at, got) in got[n + 4].iter().enumerate() {
+                    let (i, j) = (at / 16, at % 16);
+                    let want: f32 =
+                        (0..32).map(|l| a[i * 32 + l].to_f32() * b[l / 2 * 32 + j * 2 + l % 2].to_f32()).sum();
+                    assert_eq!(*got, want, "{n} {i} {j}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    #[expect(clippy::print_stderr, reason = "a skip must be seen")]
+    fn products_of_groups_match_plain_loops() {
+        match Amx::detect() {
+            Some(amx) => amx.run(Check(amx)),
+            None => eprintln!("skipped: this CPU or system has no AMX"),
+        }
+    }
+}

@@ -118,7 +118,7 @@ fn pass<X: Lane, O: Lane>(cpu: &Cpu, x: Rows<'_, X>, w: &Packed, out: RowsMut<'_
         let each = w.n().div_ceil(LANES).div_ceil(8 * cpu.workers()).next_multiple_of(2).min(TILE_PANELS);
         return SIXTEENS.with(|kept| {
             let mut acts = kept.take();
-            quantize_rows(cpu, x, w, out.range(), padded, false, amx, &mut acts);
+            quantize_rows(cpu, x, w, out.range(), padded, amx, &mut acts);
             multiply(cpu, Acts::Sixteens(amx, &acts), w, padded, each, out);
             kept.set(acts);
         });
@@ -134,7 +134,7 @@ fn pass<X: Lane, O: Lane>(cpu: &Cpu, x: Rows<'_, X>, w: &Packed, out: RowsMut<'_
     };
     let pairs = tiled && w.format().has_min();
     let mut acts = ACTIVATIONS.take();
-    quantize_rows(cpu, x, w, out.range(), padded, pairs, (), &mut acts);
+    quantize_rows(cpu, x, w, out.range(), padded, pairs, &mut acts);
     multiply(cpu, Acts::Rows(&acts), w, padded, each, out);
     ACTIVATIONS.set(acts);
 }
@@ -146,7 +146,6 @@ fn quantize_rows<X: Lane, T: Quantized>(
     w: &Packed,
     rows: Range<usize>,
     padded: usize,
-    pairs: bool,
     with: T::With,
     acts: &mut Vec<T>,
 ) {
@@ -160,7 +159,7 @@ fn quantize_rows<X: Lane, T: Quantized>(
     let end = rows.end;
     let quantize = |(s, from, out): (usize, usize, &mut [T])| {
         let rows = (rows.start + from).min(end)..end;
-        cpu.run(Quantize { x, rows, s, format: w.format(), pairs, with, out });
+        cpu.run(Quantize { x, rows, s, format: w.format(), with, out });
     };
     // A core quantizes 64k elements in some 10 µs.
     if rows.len() * w.k() < 64 << 10 {
@@ -230,10 +229,18 @@ trait Quantized: Pod + Send {
 
 impl Quantized for Activations {
     const ROWS: usize = 1;
-    type With = ();
+    /// Whether sums, those of a format with minima, become two bf16.
+    type With = bool;
     #[inline(always)]
-    fn put(&mut self, (): (), _: usize, acts: &Activations) {
+    fn put(&mut self, pairs: bool, _: usize, acts: &Activations) {
         *self = *acts;
+        if pairs {
+            for (j, out) in self.sums.iter_mut().enumerate() {
+                // Up to 12 bits: the first eight, and the rest.
+                let (sum, upper) = (acts.sum(j), acts.sums[j] as u32 & 0xffff_0000);
+                *out = (upper | (sum - f32::from_bits(upper)).to_bits() >> 16) as i32;
+            }
+        }
     }
 }
 
@@ -243,8 +250,6 @@ struct Quantize<'a, X, T: Quantized> {
     rows: Range<usize>,
     s: usize,
     format: BlockFormat,
-    /// Whether sums become two bf16.
-    pairs: bool,
     with: T::With,
     out: &'a mut [T],
 }
@@ -259,7 +264,7 @@ impl<X: Lane, T: Quantized> Kernel for Quantize<'_, X, T> {
                 Some(r) => {
                     let row = &self.x.row(r)[self.s * SUPER..];
                     widen(v, &row[..row.len().min(SUPER)], &mut wide);
-                    quantize(v, &wide, self.format, self.pairs, &mut acts);
+                    quantize(v, &wide, self.format, &mut acts);
                 }
                 None => acts = Activations::zeroed(),
             }
@@ -269,7 +274,7 @@ impl<X: Lane, T: Quantized> Kernel for Quantize<'_, X, T> {
 }
 
 #[inline(always)]
-fn quantize<V: Vector>(v: V, x: &[f32; SUPER], format: BlockFormat, pairs: bool, out: &mut Activations) {
+fn quantize<V: Vector>(v: V, x: &[f32; SUPER], format: BlockFormat, out: &mut Activations) {
     // Four of either: a maximum and a fused step take four cycles each, and there are up to two in every one.
     let (mut most, mut zeros) = ([v.splat(0.0); 4], [v.splat(0.0); 4]);
     let mut i = 0;
@@ -314,13 +319,7 @@ fn quantize<V: Vector>(v: V, x: &[f32; SUPER], format: BlockFormat, pairs: bool,
             *sums = v.sums4(parts);
         }
         let (offset, sums) = (format.offset() as f32, out.sums.iter_mut().zip(sums));
-        if pairs {
-            for (out, sum) in sums {
-                // Up to 12 bits: the first eight, and the rest.
-                let upper = sum.to_bits() & 0xffff_0000;
-                *out = (upper | (sum - f32::from_bits(upper)).to_bits() >> 16) as i32;
-            }
-        } else if format.has_min() {
+        if format.has_min() {
             sums.for_each(|(out, sum)| *out = sum.to_bits() as i32);
         } else {
             // Below 2^22: with 2^23 and half of it added the lower bits of an f32 are the integer. As a cast, which looks for
