@@ -164,8 +164,9 @@ fn the_packed_form_is_hardly_larger_than_the_file() {
 fn extreme_codes_and_scales_match_the_reference() {
     let mut rng = Rng::new(3);
     for fill in [0x00, 0xff, 0x80, 0x7f] {
-        for format in BlockFormat::ALL {
-            let (m, n, k) = (9, 16, 512);
+        // Nine rows, and as many as go through tiles.
+        for (format, m) in BlockFormat::ALL.into_iter().flat_map(|format| [(format, 9), (format, 66)]) {
+            let (n, k) = (16, 512);
             let mut data = vec![fill; n * k / format.elements() * format.bytes()];
             for block in data.chunks_exact_mut(format.bytes()) {
                 for &at in halves(format) {
@@ -180,7 +181,7 @@ fn extreme_codes_and_scales_match_the_reference() {
             every_exec(|exec| {
                 let w = BlockWeights::pack(exec, format, &data, n, k).unwrap();
                 let out = product(exec, x.view(), &w, DType::F32);
-                assert_matches(&format!("{exec:?} {format} of {fill:#x}"), out.view(), n, |p| {
+                assert_matches(&format!("{exec:?} {format} of {fill:#x}, {m} rows"), out.view(), n, |p| {
                     reference::block_gemm(p, x.view(), format, &data, n)
                 });
             });
@@ -191,8 +192,8 @@ fn extreme_codes_and_scales_match_the_reference() {
 #[test]
 fn what_is_not_finite_spoils_its_row_or_column_alone() {
     let mut rng = Rng::new(4);
-    for format in BlockFormat::ALL {
-        let (m, n, k) = (11, 20, 512);
+    for (format, m) in BlockFormat::ALL.into_iter().flat_map(|format| [(format, 11), (format, 70)]) {
+        let (n, k) = (20, 512);
         let mut x = rng.normals(m * k);
         let mut data = random_blocks(&mut rng, format, n, k);
         let clean =
