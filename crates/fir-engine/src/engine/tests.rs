@@ -155,7 +155,8 @@ fn guesses_change_the_number_of_steps_and_nothing_else() {
     let (guessed, stats) = run(4);
     assert_eq!(plain, guessed);
     assert!(stats.accepted_tokens > 20 && stats.drafted_tokens > stats.accepted_tokens, "{stats:?}");
-    assert!(stats.steps < 300 && stats.branches_taken > 0, "{stats:?}");
+    // Whether guesses branch goes by measured times: the next test has enough of them.
+    assert!(stats.steps < 300, "{stats:?}");
 }
 
 #[test]
