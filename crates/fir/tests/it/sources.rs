@@ -20,7 +20,7 @@ const FENCE: &[&str] = &[
 const BUDGETS: &[(&[&str], usize)] = &[
     (&["tensor", "kv", "variant", "plan"], 7_300),
     (&["ops", "reference", "testing"], 9_700),
-    (&["cpu"], 13_950),
+    (&["cpu"], 14_500),
     (&["cuda"], 9_700),
 ];
 
