@@ -154,9 +154,11 @@ fn guesses_change_the_number_of_steps_and_nothing_else() {
     let (plain, _) = run(0);
     let (guessed, stats) = run(4);
     assert_eq!(plain, guessed);
-    assert!(stats.accepted_tokens > 20 && stats.drafted_tokens > stats.accepted_tokens, "{stats:?}");
-    // Whether guesses branch goes by measured times: the next test has enough of them.
-    assert!(stats.steps < 300, "{stats:?}");
+    // How many are made goes by measured times, so on a busy machine they may be few: the next test has enough of them. What is
+    // right saves a step each, but for those past the last token.
+    assert!(stats.drafted_tokens > stats.accepted_tokens, "{stats:?}");
+    let saved = stats.generated_tokens - stats.steps;
+    assert!((saved..saved + 4).contains(&stats.accepted_tokens), "{stats:?}");
 }
 
 #[test]
