@@ -69,18 +69,19 @@ def test_a_benchmark_runs_and_apply_routes(tmp_path):
         calls.append(x.shape[0])
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
 
-    x, weight = torch.randn(32, 64), torch.randn(64)
+    # It was measured on the CPU, and traces of another device do not count.
+    x, weight = torch.randn(32, 64, device="cpu"), torch.randn(64, device="cpu")
     want = rmsnorm(x, weight, 1e-6)
     with bench.enable_apply(TraceSet.load(tmp_path)):
         assert torch.allclose(rmsnorm(x, weight, 1e-6), want, atol=1e-5)
         assert calls == [32]
-        rmsnorm(torch.randn(7, 64), weight, 1e-6)
+        rmsnorm(torch.randn(7, 64, device="cpu"), weight, 1e-6)
         assert calls == [32, 7]
         got = bench.apply("rmsnorm_d64", args=(x, weight), kwargs={"eps": 1e-6}, fallback=rmsnorm)
         assert torch.allclose(got, want, atol=1e-5)
         near = bench.ApplyConfig(on_miss_policy="use_nearest")
         with bench.enable_apply(tmp_path, near):
-            rmsnorm(torch.randn(40, 64), weight, 1e-6)
+            rmsnorm(torch.randn(40, 64, device="cpu"), weight, 1e-6)
             assert calls == [32, 7]
     rmsnorm(x, weight, 1e-6)
     assert calls == [32, 7, 32]
