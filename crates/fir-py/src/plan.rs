@@ -402,19 +402,15 @@ impl BatchPlan {
                 Where::Nowhere => return Err(Error::value("BatchPlan::run", "plan", "without a batch", UNPLANNED)),
             };
             let params = values.params()?;
-            let mut attempt = |scratch: &mut Scratch| {
-                let lse = lse.as_mut().map(Arg::view_mut).transpose()?;
-                let (q, out) = (q.view()?, out.view_mut()?);
-                plan.run(&exec, BatchArgs { q, kv, params: &params, sm_scale, scratch, out, lse })
-            };
-            let done = match attempt(scratch) {
-                // The scratch of an earlier batch, which mostly fits; making one costs as much as planning.
-                Err(Error::Value { arg: "scratch", .. }) => {
-                    *scratch = plan.scratch();
-                    attempt(scratch)
-                }
-                other => other,
-            };
+            let done = with_scratch(
+                scratch,
+                || plan.scratch(),
+                |scratch| {
+                    let lse = lse.as_mut().map(Arg::view_mut).transpose()?;
+                    let (q, out) = (q.view()?, out.view_mut()?);
+                    plan.run(&exec, BatchArgs { q, kv, params: &params, sm_scale, scratch, out, lse })
+                },
+            );
             if captured {
                 *recorded = plan.recorded(scratch);
             }
@@ -446,6 +442,21 @@ fn in_turn(own: &Exec, now: &Exec, graphs: bool, write: impl FnOnce() -> fir::Re
     now.record().and_then(|before| own.wait(&before))?;
     write()?;
     own.record().and_then(|copied| now.wait(&copied))
+}
+
+/// Runs with the scratch of an earlier batch, which mostly fits: making one costs as much as planning.
+fn with_scratch(
+    scratch: &mut Scratch,
+    make: impl FnOnce() -> Scratch,
+    mut attempt: impl FnMut(&mut Scratch) -> fir::Result<()>,
+) -> fir::Result<()> {
+    match attempt(scratch) {
+        Err(Error::Value { arg: "scratch", .. }) => {
+            *scratch = make();
+            attempt(scratch)
+        }
+        other => other,
+    }
 }
 
 /// Warns if what graphs have recorded of a plan is not what it is now.
@@ -626,19 +637,15 @@ impl MlaPlan {
                 return Err(Error::value("MlaPlan::run", "plan", "without a batch", "one that plan was called for"));
             };
             let kv = PagedMla::new(ckv.view()?, kpe.view()?)?.with_scales(ckv_scale, kpe_scale)?;
-            let mut attempt = |scratch: &mut Scratch| {
-                let lse = lse.as_mut().map(Arg::view_mut).transpose()?;
-                let (q_nope, q_pe, out) = (q_nope.view()?, q_pe.view()?, out.view_mut()?);
-                plan.run(&exec, MlaArgs { q_nope, q_pe, kv, table, sm_scale, scratch, out, lse })
-            };
-            let done = match attempt(scratch) {
-                // As in `BatchPlan::run`.
-                Err(Error::Value { arg: "scratch", .. }) => {
-                    *scratch = plan.scratch();
-                    attempt(scratch)
-                }
-                other => other,
-            };
+            let done = with_scratch(
+                scratch,
+                || plan.scratch(),
+                |scratch| {
+                    let lse = lse.as_mut().map(Arg::view_mut).transpose()?;
+                    let (q_nope, q_pe, out) = (q_nope.view()?, q_pe.view()?, out.view_mut()?);
+                    plan.run(&exec, MlaArgs { q_nope, q_pe, kv, table, sm_scale, scratch, out, lse })
+                },
+            );
             if captured {
                 *recorded = plan.recorded(scratch);
             }

@@ -5,16 +5,14 @@ import functools
 import hashlib
 import importlib.util
 import math
-import os
 import pathlib
 import sys
 import tempfile
-import threading
 
+from ._enabled import Enabled
 from .data import TraceSet
-from .tracing import get_tracing_runtime, patched
+from .tracing import get_tracing_runtime
 
-_stack, _lock, _asked = [], threading.RLock(), False
 #: What can be called in this process.
 _LANGUAGES = ("python", "triton", "tilelang")
 
@@ -140,7 +138,7 @@ class _Entry:
         return None
 
 
-class ApplyRuntime:
+class ApplyRuntime(Enabled, variable="FIB_ENABLE_APPLY"):
     """A trace set's table and the solutions built for it; a context manager that enables it."""
 
     def __init__(self, trace_set=None, config=None):
@@ -153,29 +151,6 @@ class ApplyRuntime:
             of = config.get(name)
             if of is not None:
                 self.entries[name] = _Entry(trace_set, definition, of)
-
-    def start(self):
-        """Enables it, over what is enabled already; calls of ``flashinfer`` ask as long as something is enabled."""
-        with _lock:
-            if not _stack or _stack[-1] is not self:
-                _stack.append(self)
-            patched("apply", True)
-        return self
-
-    def stop(self):
-        """Disables it; those enabled later must be disabled first."""
-        with _lock:
-            if self in _stack and _stack[-1] is not self:
-                raise RuntimeError("another runtime was enabled later and is still enabled")
-            if self in _stack:
-                _stack.pop()
-            patched("apply", bool(_stack))
-
-    def __enter__(self):
-        return self.start()
-
-    def __exit__(self, *_):
-        self.stop()
 
     def dispatch(self, name, args, kwargs, fallback):
         """Runs the best solution, or the fallback where there is none."""
@@ -253,15 +228,7 @@ def _fall_back(name, args, kwargs, fallback):
 
 def get_apply_runtime():
     """The runtime on top; ``FIB_ENABLE_APPLY=1`` enables one when first asked."""
-    global _asked
-    if _asked:
-        return _stack[-1] if _stack else None
-    with _lock:
-        if not _asked:
-            _asked = True
-            if os.environ.get("FIB_ENABLE_APPLY") == "1":
-                ApplyRuntime().start()
-        return _stack[-1] if _stack else None
+    return ApplyRuntime.top()
 
 
 def enable_apply(dataset_path=None, apply_config=None):
@@ -271,10 +238,7 @@ def enable_apply(dataset_path=None, apply_config=None):
 
 def disable_apply():
     """Disables what was enabled last."""
-    with _lock:
-        if get_apply_runtime() is not None:
-            _stack.pop()
-        patched("apply", bool(_stack))
+    ApplyRuntime.pop()
 
 
 def apply(name_or_resolver, args=None, kwargs=None, fallback=None):

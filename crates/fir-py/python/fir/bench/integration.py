@@ -13,8 +13,9 @@ import math
 import re
 import weakref
 
+from ._enabled import _wanted
 from .apply import get_apply_runtime
-from .tracing import _wanted, get_tracing_runtime
+from .tracing import get_tracing_runtime
 
 _patched, _plans, _MISSED = {}, weakref.WeakKeyDictionary(), object()
 

@@ -24,34 +24,18 @@ What is kept is written at once. Nothing that goes wrong here fails the call: it
 """
 
 import dataclasses
-import importlib
 import logging
-import os
-import threading
 import uuid
 
+from ._enabled import Enabled
 from .data import RandomInput, SafetensorsInput, ScalarInput, Trace, TraceSet, Workload
 
 _log = logging.getLogger(__name__)
-_stack, _lock, _asked, _wanted = [], threading.RLock(), False, set()
 
 _DUMPS = ("dump_none", "dump_int", "dump_all")
 _FILTERS = ("keep_all", "keep_none", "keep_first", "keep_first_k", "keep_first_k_by_axes", "attention")
 #: Axes that differ with every step of an engine.
 _TOTALS = ("num_pages", "total_q", "total_kv", "len_indptr", "num_kv_indices")
-
-
-def patched(who, wanted):
-    """Calls of ``flashinfer`` ask as long as somebody wants it, unless they were made to for good."""
-    integration = importlib.import_module(".integration", __package__)
-    if wanted and (_wanted or not integration._patched):
-        names = {*_wanted, who}
-        integration.install_flashinfer_integrations()
-        _wanted.update(names)
-    elif not wanted and who in _wanted:
-        _wanted.discard(who)
-        if not _wanted:
-            integration.uninstall_flashinfer_integrations()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +101,7 @@ class TracingConfigRegistry:
         return self
 
 
-class TracingRuntime:
+class TracingRuntime(Enabled, variable="FIB_ENABLE_TRACING"):
     """Records calls in a trace set; a context manager that enables it."""
 
     def __init__(self, trace_set=None, tracing_config=None):
@@ -130,36 +114,13 @@ class TracingRuntime:
             tracing_config = TracingConfigRegistry(None, tracing_config)
         self.config, self.seen = tracing_config, {}
 
-    def start(self):
-        """Enables it, over what is enabled already; calls of ``flashinfer`` are seen as long as something is enabled."""
-        with _lock:
-            if not _stack or _stack[-1] is not self:
-                _stack.append(self)
-            patched("tracing", True)
-        return self
-
-    def stop(self):
-        """Disables it; those enabled later must be disabled first."""
-        with _lock:
-            if self in _stack and _stack[-1] is not self:
-                raise RuntimeError("another runtime was enabled later and is still enabled")
-            if self in _stack:
-                _stack.pop()
-            patched("tracing", bool(_stack))
-
-    def __enter__(self):
-        return self.start()
-
-    def __exit__(self, *_):
-        self.stop()
-
     def collect(self, name, args, kwargs):
         """Looks at a call of a definition; whether it was kept."""
         definition, config = self.trace_set.definitions.get(name), self.config.get(name)
         if definition is None or config is None:
             return False
         try:
-            with _lock:
+            with self._lock:
                 return self._collect(definition, config, definition.merge_kwargs_to_args(args, kwargs))
         except Exception as e:  # a recorder must not fail what it looks at
             _log.warning("a call of `%s` was not recorded: %s", name, e)
@@ -198,15 +159,7 @@ class TracingRuntime:
 
 def get_tracing_runtime():
     """The runtime on top; ``FIB_ENABLE_TRACING=1`` enables one when first asked."""
-    global _asked
-    if _asked:
-        return _stack[-1] if _stack else None
-    with _lock:
-        if not _asked:
-            _asked = True
-            if os.environ.get("FIB_ENABLE_TRACING") == "1":
-                TracingRuntime().start()
-        return _stack[-1] if _stack else None
+    return TracingRuntime.top()
 
 
 def enable_tracing(dataset_path=None, tracing_config=None):
@@ -220,7 +173,4 @@ def enable_tracing(dataset_path=None, tracing_config=None):
 
 def disable_tracing():
     """Disables what was enabled last."""
-    with _lock:
-        if get_tracing_runtime() is not None:
-            _stack.pop()
-        patched("tracing", bool(_stack))
+    TracingRuntime.pop()
