@@ -482,11 +482,74 @@ fn queries(qo: &Bound<'_, PyAny>, batch: usize) -> PyResult<Ragged> {
     .map_err(to_py)
 }
 
-/// A batch with shared prefixes, level by level.
+/// A batch with shared prefixes, level by level, or flat where that is expected to be faster.
 #[pyclass(frozen, name = "CascadePlan", module = "fir")]
 pub(crate) struct CascadePlan {
     variant: fir::variant::Variant,
-    state: Mutex<(attention::CascadePlan, Vec<Scratch>, Vec<Table>)>,
+    state: Mutex<Shared>,
+}
+
+#[expect(clippy::large_enum_variant, reason = "one to a plan")]
+enum Shared {
+    Levels(attention::CascadePlan, Vec<Scratch>, Vec<Table>),
+    Flat(attention::BatchPlan, Scratch, PageTable<'static>),
+}
+
+type PagedLevel<'py> = (Arg, Arg, Bound<'py, PyAny>, Arg);
+
+impl Shared {
+    fn levels(
+        exec: &Exec,
+        problem: Problem,
+        page_size: usize,
+        given: &[PagedLevel<'_>],
+        split: Split,
+    ) -> PyResult<Self> {
+        let (mut qo, mut tables) = (vec![], vec![]);
+        for (rows, indptr, indices, last) in given {
+            qo.push(ragged(rows, "qo_indptr")?);
+            tables.push(Table::new(exec, page_size, indptr, indices, last, Lens::LastPage, None)?);
+        }
+        let levels: Vec<_> =
+            qo.iter().zip(&tables).map(|(qo, t)| CascadeLevel { qo, kv_lens: t.table.lens() }).collect();
+        let pays = attention::CascadePlan::pays(exec, &problem, &levels).map_err(to_py)?;
+        // Cuts that do not depend on the batch stay where they are.
+        if !pays
+            && split == Split::Balanced
+            && let Some(flat) = Self::flat(exec, &problem, page_size, given, &qo)?
+        {
+            return Ok(flat);
+        }
+        let plan = attention::CascadePlan::new(exec, problem, &levels, split).map_err(to_py)?;
+        let scratch = plan.scratch();
+        Ok(Self::Levels(plan, scratch, tables))
+    }
+
+    /// The requests with all their pages, unless a shared part ends within one. Page ids on a device are copied first.
+    fn flat(
+        exec: &Exec,
+        problem: &Problem,
+        page_size: usize,
+        given: &[PagedLevel<'_>],
+        qo: &[Ragged],
+    ) -> PyResult<Option<Self>> {
+        let Ok(cpu) = Exec::cpu() else { return Ok(None) };
+        let mut tables = vec![];
+        for (_, indptr, indices, last) in given {
+            let on_host = indices.extract::<Arg>()?.place()? == Place::Host;
+            let indices = if on_host { indices.clone() } else { indices.call_method0("cpu")? };
+            tables.push(Table::new(&cpu, page_size, indptr, &indices, last, Lens::LastPage, None)?);
+        }
+        let levels: Vec<_> = qo.iter().zip(&tables).map(|(qo, t)| (qo, &t.table)).collect();
+        let (Ok(mut table), Some(qo)) = (PageTable::joined(&levels), qo.last()) else { return Ok(None) };
+        if let Exec::Cuda(gpu) = exec {
+            table = table.to_device(gpu).map_err(to_py)?;
+        }
+        let plan =
+            attention::BatchPlan::new(exec, problem.clone(), qo, table.lens(), Split::Balanced).map_err(to_py)?;
+        let scratch = plan.scratch();
+        Ok(Some(Self::Flat(plan, scratch, table)))
+    }
 }
 
 #[pymethods]
@@ -500,20 +563,18 @@ impl CascadePlan {
         variant: &Variant,
         like: Arg,
         page_size: usize,
-        levels: Vec<(Arg, Arg, Bound<'_, PyAny>, Arg)>,
+        levels: Vec<PagedLevel<'_>>,
         split: Cut,
     ) -> PyResult<Self> {
         let (exec, problem) = (exec_of(py, &like)?, shape.problem(variant));
-        let (mut qo, mut tables) = (vec![], vec![]);
-        for (rows, indptr, indices, last) in &levels {
-            qo.push(ragged(rows, "qo_indptr")?);
-            tables.push(Table::new(&exec, page_size, indptr, indices, last, Lens::LastPage, None)?);
-        }
-        let levels: Vec<_> =
-            qo.iter().zip(&tables).map(|(qo, t)| CascadeLevel { qo, kv_lens: t.table.lens() }).collect();
-        let plan = attention::CascadePlan::new(&exec, problem, &levels, split.0).map_err(to_py)?;
-        let scratch = plan.scratch();
-        Ok(Self { variant: variant.0.clone(), state: Mutex::new((plan, scratch, tables)) })
+        let state = Shared::levels(&exec, problem, page_size, &levels, split.0)?;
+        Ok(Self { variant: variant.0.clone(), state: Mutex::new(state) })
+    }
+
+    /// Whether each request reads its prefix for itself, as that is expected to be faster.
+    #[getter]
+    fn is_flat(&self) -> bool {
+        matches!(*locked(&self.state), Shared::Flat(..))
     }
 
     /// Runs one layer; every level reads the same cache.
@@ -538,12 +599,19 @@ impl CascadePlan {
         let values = Values::new(&self.variant, params)?;
         run(py, move || {
             let mut state = locked(&self.state);
-            let (plan, scratch, tables) = &mut *state;
             let paged = cache.paged()?;
-            let kv: Vec<_> = tables.iter().map(|t| Kv::Paged(paged, &t.table)).collect();
-            let (lse, params) = (lse.as_mut().map(Arg::view_mut).transpose()?, values.params()?);
+            let (lse, params) = (lse.as_mut().map(Arg::view_mut).transpose()?, &values.params()?);
             let (q, out) = (q.view()?, out.view_mut()?);
-            plan.run(&exec, CascadeArgs { q, kv: &kv, params: &params, sm_scale, scratch, out, lse })
+            match &mut *state {
+                Shared::Levels(plan, scratch, tables) => {
+                    let kv: Vec<_> = tables.iter().map(|t| Kv::Paged(paged, &t.table)).collect();
+                    plan.run(&exec, CascadeArgs { q, kv: &kv, params, sm_scale, scratch, out, lse })
+                }
+                Shared::Flat(plan, scratch, table) => {
+                    let kv = Kv::Paged(paged, table);
+                    plan.run(&exec, BatchArgs { q, kv, params, sm_scale, scratch, out, lse })
+                }
+            }
         })
     }
 }

@@ -346,12 +346,21 @@ struct RecordSmem {
 struct Exchange {
   RecordSmem* s;
   u32 rank, size, phase;
+  bool alone; // others may not have begun
 
   __device__ __forceinline__ void open(RecordSmem* smem) {
     s = smem;
     rank = cluster_rank();
     size = cluster_size();
     phase = 0;
+    alone = true;
+    cluster_arrive();
+  }
+
+  // All blocks have begun: before another's memory is written or read, and before any other barrier of the cluster.
+  __device__ __forceinline__ void meet() {
+    if (alone) cluster_wait();
+    alone = false;
   }
 
   // Over all lanes of the cluster: the largest keys and the sum of the counts; of `sum`, which is the same in all
@@ -379,6 +388,7 @@ struct Exchange {
     if (lane == 0) s->warps[warp] = mine;
     __syncthreads();
     phase ^= 1;
+    meet();
     if (warp == 0) {
       const Record r = combine<kKeys, kWarps>(s->warps, kWarps);
       if (lane < size) {

@@ -159,9 +159,8 @@ struct Wanted {
 
 // One read of a row, with a list of what may be near the cutoff; false, and no read, if no list would hold it.
 template <bool kTopK, bool kTopP, class R, class B, class M>
-__device__ __forceinline__ bool read_once(const R& row, B& bracket, const Wanted& w, M meanwhile) {
+__device__ __forceinline__ bool read_once(const R& row, Exchange& ex, B& bracket, const Wanted& w, M meanwhile) {
   bool listed = true;
-  cluster_arrive();
   __syncthreads(); // bins are 0
   if (w.by_k || w.by_p || w.min_p > 0.f) {
     bracket.sample(row.p, row.n, meanwhile);
@@ -171,7 +170,7 @@ __device__ __forceinline__ bool read_once(const R& row, B& bracket, const Wanted
   } else if (threadIdx.x == 0) {
     meanwhile();
   }
-  cluster_wait(); // all blocks have begun
+  ex.meet();
   if (!listed) return false;
   if (!kTopK && !kTopP && w.min_p == 0.f) bracket.template read<false, false>(row);
   else bracket.template read<kTopK, true>(row);
@@ -222,7 +221,7 @@ __device__ __forceinline__ bool listed_cutoff(Exchange& ex, Search& search, Brac
 template <bool kTopK, bool kTopP, class R, class M, class S, class F>
 __device__ __forceinline__ bool sample_once(const R& row, Exchange& ex, Search& search, Bracket<false>& bracket, const Wanted& w,
                                             const float& u, M meanwhile, S settle, F found) {
-  if (!read_once<kTopK, kTopP>(row, bracket, w, meanwhile)) return false;
+  if (!read_once<kTopK, kTopP>(row, ex, bracket, w, meanwhile)) return false;
   if (ex.rank == 0) {
     const Bracket<false>::Totals all = bracket.totals(ex);
     const bool valid = all.mass > 0.0 && all.mass < double(infinity());
@@ -383,7 +382,7 @@ __global__ void __launch_bounds__(kThreads, kResident ? kBlocks : 2) renorm(cons
     Bracket<false> bracket;
     if (bracket.open(dynamic_smem(), p.n)) {
       const Wanted w{k, top_p, 0.f, by_k, by_p, false};
-      read_once<kTopK, !kTopK>(row, bracket, w, [] {});
+      read_once<kTopK, !kTopK>(row, ex, bracket, w, [] {});
       if (ex.rank == 0) {
         const Bracket<false>::Totals all = bracket.totals(ex);
         mass = all.mass;
@@ -426,6 +425,7 @@ __global__ void __launch_bounds__(kThreads, kResident ? kBlocks : 2) renorm(cons
   write_row(
       row, out, [=](float x) { return x < cutoff ? 0.f : x * inverse; },
       [=](u32 u) { return least != kNever && unit_sums(dynamic_smem())[u].max < least; }, 0.f);
+  ex.meet();
   cluster_sync(); // others may still read this block's bins
 }
 
@@ -450,7 +450,7 @@ __global__ void __launch_bounds__(kThreads, kResident ? kBlocks : 2) mask(const 
   if constexpr (!kResident) {
     Bracket<true> bracket;
     if (!known && bracket.open(dynamic_smem(), p.n)) {
-      read_once<true, false>(row, bracket, Wanted{k, 1.f, 0.f, true, false, false}, [] {});
+      read_once<true, false>(row, ex, bracket, Wanted{k, 1.f, 0.f, true, false, false}, [] {});
       if (ex.rank == 0) {
         const Bracket<true>::Totals all = bracket.totals(ex);
         i32 from = kLeastKey;
@@ -473,6 +473,7 @@ __global__ void __launch_bounds__(kThreads, kResident ? kBlocks : 2) mask(const 
   write_row(
       row, out, [=](float x) { return x < cutoff ? -infinity() : x; },
       [=](u32 u) { return least != kNever && unit_sums(dynamic_smem())[u].max < least; }, -infinity());
+  ex.meet();
   cluster_sync(); // others may still read this block's bins
 }
 

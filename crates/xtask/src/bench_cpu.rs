@@ -301,7 +301,7 @@ impl Side {
 
     fn torch(python: &str, threads: &str) -> Result<Self> {
         let mut command = Command::new(python);
-        command.args(["crates/fir/benches/compared.py", threads]).envs(TORCH_ENV).env("OMP_NUM_THREADS", threads);
+        command.args(["crates/fir/benches/compared.py", threads]).envs([TORCH_ENV, ("OMP_NUM_THREADS", threads)]);
         Self::start(command, TORCH.trim_start_matches("torch==").to_owned())
     }
 
@@ -347,7 +347,11 @@ const NEEDS: &str = "filelock typing_extensions sympy networkx jinja2 fsspec num
 
 /// oneDNN takes the sizes of tiles from a CPUID leaf that virtual machines hide, and then dies of an illegal
 /// instruction; below that level it does not ask.
-pub(crate) const TORCH_ENV: [(&str, &str); 1] = [("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")];
+const TORCH_ENV: (&str, &str) = ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16");
+
+/// What tests with torch run with. Two of them run at a time, and threads of torch that wait for work take the core of the other's:
+/// with one each they are twice as fast.
+pub(crate) const TEST_ENV: [(&str, &str); 2] = [TORCH_ENV, ("OMP_NUM_THREADS", "1")];
 
 /// A Python that has torch; made under target/ at the first call, 1.4 GB instead of 5 with all of CUDA.
 ///
@@ -364,6 +368,8 @@ pub(crate) fn torch() -> Result<String> {
         // Of what torch lists, pip says that most is missing: so it is.
         program(&pip, &format!("install -q --disable-pip-version-check --no-compile {NEEDS}")).quiet()?;
         stand_ins(&python)?;
+        // Bytecode of what is imported, even where the environment says to write none: every worker would compile it anew, for 1.3 s.
+        program(&python, "-c").args(&["import torch"]).env("PYTHONDONTWRITEBYTECODE", "").run()?;
         fs::write(ready, TORCH)?;
     }
     Ok(python)

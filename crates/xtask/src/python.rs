@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 
-use crate::bench_cpu::{TORCH_ENV, torch};
+use crate::bench_cpu::{TEST_ENV, torch};
 use crate::step::{cargo, program};
 
 const PIP: &str = "-m pip install -q --disable-pip-version-check --no-compile";
@@ -40,8 +40,7 @@ pub(crate) fn wheel() -> Result<()> {
     build(&python)?;
     // By its folder and not its file's name, which has the platform in it.
     program(&python, &format!("{PIP} --force-reinstall --no-deps --no-index --find-links {WHEELS} fir-infer")).run()?;
-    let [(name, value)] = TORCH_ENV;
-    program(&python, TESTS).env(name, value).run()
+    program(&python, TESTS).envs(&TEST_ENV).run()
 }
 
 /// The wheel's files, the tests and pytest in one folder, and a script that runs the tests on CUDA tensors.
@@ -95,8 +94,7 @@ pub(crate) fn test() -> Result<()> {
     copy(Path::new(from), Path::new(to))?;
     let library = format!("{target}/debug/lib_fir.so");
     fs::copy(&library, format!("{to}/_fir.abi3.so")).context(library)?;
-    let [(name, value)] = TORCH_ENV;
-    program(&python, TESTS).env(name, value).env("PYTHONPATH", "target/python").run()
+    program(&python, TESTS).envs(&TEST_ENV).env("PYTHONPATH", "target/python").run()
 }
 
 /// The files of a folder and of those in it, but for libraries and what Python leaves behind.

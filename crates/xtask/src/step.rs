@@ -44,6 +44,11 @@ impl Step {
         self
     }
 
+    /// Sets some.
+    pub(crate) fn envs(self, all: &[(&str, &str)]) -> Self {
+        all.iter().fold(self, |step, (name, value)| step.env(name, value))
+    }
+
     /// Runs it with its output on ours.
     pub(crate) fn run(mut self) -> Result<()> {
         println!("$ {}", self.shown);

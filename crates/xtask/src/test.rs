@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use anyhow::{Result, bail};
 
-use crate::bench_cpu::TORCH_ENV;
+use crate::bench_cpu::TEST_ENV;
 use crate::step::{Step, cargo, program, rust_files};
 use crate::{deny, gpu, python, server};
 
@@ -38,7 +38,6 @@ enum Action {
 fn steps() -> Result<Vec<(String, Action)>> {
     use Action::{Count, Deny, Environments, Jit, Python, Run, Server};
     let docs = cargo("doc --quiet --workspace --no-deps --all-features").env("RUSTDOCFLAGS", "-D warnings");
-    let [(isa, limit)] = TORCH_ENV;
     let mut steps = vec![
         ("format", Run(cargo("fmt --all --check"))),
         ("lints", Run(cargo("clippy --workspace --all-targets --all-features -- -D warnings"))),
@@ -46,11 +45,11 @@ fn steps() -> Result<Vec<(String, Action)>> {
         ("default features", Run(cargo("clippy -p fir-infer -- -D warnings"))),
         ("docs", Run(docs)),
         ("environments", Environments),
-        ("tests", Count(cargo("test --workspace --all-features --no-fail-fast").env(isa, limit))),
+        ("tests", Count(cargo("test --workspace --all-features --no-fail-fast").envs(&TEST_ENV))),
         // Without optimisation: 64 s of a core where the test profile takes 240.
         ("unit tests of the library", Count(cargo("test -p fir-infer --lib --all-features --profile unit"))),
         ("kernels", Jit),
-        ("benches, checked but not timed", Run(cargo("test --quiet --workspace --all-features --benches"))),
+        ("benches, checked but not timed", Run(cargo("test --quiet --workspace --all-features --bench *"))),
         ("programs", Run(cargo("build --quiet --profile test --workspace --all-features --bins --examples"))),
     ];
     let examples = rust_files("crates/fir/examples")?;

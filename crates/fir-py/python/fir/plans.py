@@ -84,7 +84,8 @@ class DecodePlan(BatchPlan):
 
 class CascadePlan:
     """Requests with shared prefixes. ``levels``: ``(qo_indptr, indptr, indices, last_page_len)`` each, the most shared
-    first and the requests' own last."""
+    first and the requests' own last. With ``split="balanced"`` few requests, which would not win back what a level costs,
+    read their prefixes each for themselves."""
 
     def __init__(
         self, like, levels, *, page_size: int, qo_heads: int, kv_heads: int, head_dim: int, dtype, kv_dtype=None,

@@ -212,8 +212,9 @@ def test_batch_attention_and_sinks(device):
         close(with_sink[rows], want)
 
 
-def test_cascade_is_attention_over_the_whole():
-    shared, own, page = 24, [5, 9], 8
+@pytest.mark.parametrize("shared", (24, 21))
+def test_cascade_is_attention_over_the_whole(shared):
+    own, page = [5, 9], 8
     pages = Pages([shared, *own], page, 2, 32, torch.float32)
     ptr, q = pages.indptr.tolist(), torch.randn(4, 4, 32)
     levels = [
@@ -223,6 +224,8 @@ def test_cascade_is_attention_over_the_whole():
     ]
     wrapper = fi.MultiLevelCascadeAttentionWrapper(2, torch.empty(1))
     wrapper.plan(*([l[i].int() for l in levels] for i in range(4)), 4, 2, 32, page, causal=True, q_data_type="float32")
+    # Two requests win nothing by it; but a prefix that ends within a page cannot be read in any other way.
+    assert wrapper._plan.is_flat == (shared % page == 0)
     out = wrapper.run(q, pages.cache)
     k0, v0 = pages.request(0)
     for r, rows in ((1, slice(0, 1)), (2, slice(1, 4))):

@@ -104,7 +104,7 @@ CASCADE = {**FLAGS, "kv_layout": ["HND"], "causal": [False], "use_fp16_qk_reduct
 def test_cascade(arg, i):
     change = chosen(CASCADE, arg, i)
     dtype, layout = change.get("q_data_type", BF16), change.get("kv_layout", "NHD")
-    pages = Pages([24, 5, 9], 8, KV_HEADS, DIM, dtype, layout)
+    pages = Pages([22, 5, 9], 8, KV_HEADS, DIM, dtype, layout)
     ptr, q = pages.indptr.tolist(), torch.randn(4, HEADS, DIM).to(dtype)
     levels = ((i32(0, 4), i32(0, ptr[1]), pages.indices[: ptr[1]], pages.last[:1]),
               (i32(0, 1, 4), i32(0, ptr[2] - ptr[1], ptr[3] - ptr[1]), pages.indices[ptr[1]:], pages.last[1:]))

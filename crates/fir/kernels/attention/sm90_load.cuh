@@ -45,6 +45,7 @@ __device__ __forceinline__ void bring_units(const Sm90Params<typename C::Variant
   while (true) {
     const int q_before = q_start, head_before = head;
     int next = total;
+    barrier_wait(pipe.unit_empty(us.stage), us.phase ^ 1);
     if (unit < total) {
       if (lane == 0) next = int(gridDim.x + atomicAdd(&all.queue->taken, 1u));
       const int first = unit / block * all.heads_at_once, heads = min(all.heads_at_once, all.heads - first), rest = unit % block;
@@ -65,7 +66,7 @@ __device__ __forceinline__ void bring_units(const Sm90Params<typename C::Variant
       head = -1;
       if (lane == 0) units[us.stage].head = -1;
     }
-    if (lane == 0) barrier_arrive(pipe.unit_full(us.stage));
+    barrier_arrive_warp(pipe.unit_full(us.stage));
     us.next();
     if (head_before >= 0) {
       empty();
@@ -112,6 +113,8 @@ struct Tiles {
       pos = last_tile<C>(u.item);
       full_end = C::Variant::kHasMask ? u.item.full_end : end;
       if (head < 0) return false;
+      __syncwarp();
+      barrier_arrive_warp(pipe.unit_empty(ring.stage));
       ring.next();
     }
     return true;
@@ -201,7 +204,7 @@ __device__ __forceinline__ void keep_values(const Sm90Pipe<C>& pipe, unsigned ch
     if constexpr (C::kGather) {
       barrier_wait(pipe.k_copied(ring.stage), ring.phase);
       fence_async_proxy();
-      if (lane == 0) barrier_arrive(pipe.k_full(ring.stage));
+      barrier_arrive_warp(pipe.k_full(ring.stage));
     }
     barrier_wait(pipe.v_full(ring.stage), ring.phase);
     const bool masked = tiles.pos + C::kTile > tiles.full_end;
@@ -218,7 +221,7 @@ __device__ __forceinline__ void keep_values(const Sm90Pipe<C>& pipe, unsigned ch
     }
     if (C::kGather || masked) fence_async_proxy();
     __syncwarp();
-    if (lane == 0) barrier_arrive(pipe.v_ready(ring.stage));
+    barrier_arrive_warp(pipe.v_ready(ring.stage));
     ring.next();
   }
 }
@@ -281,7 +284,8 @@ __device__ __forceinline__ void widen_tiles(const Sm90Pipe<C>& pipe, unsigned ch
       widen<C, C::kDimQk>(shared + C::kRawKeys + raw.stage * C::kRawKeyBytes, shared + C::kK + ring.stage * C::kKBytes, warp, false, 0);
       fence_async_proxy();
       __syncwarp();
-      if (lane == 0) barrier_arrive(pipe.k_raw_empty(raw.stage)), barrier_arrive(pipe.k_full(ring.stage));
+      barrier_arrive_warp(pipe.k_raw_empty(raw.stage));
+      barrier_arrive_warp(pipe.k_full(ring.stage));
     }
     const bool masked = tiles.pos + C::kTile > tiles.full_end;
     barrier_wait(pipe.v_full(raw.stage), raw.phase);
@@ -294,7 +298,8 @@ __device__ __forceinline__ void widen_tiles(const Sm90Pipe<C>& pipe, unsigned ch
     }
     fence_async_proxy();
     __syncwarp();
-    if (lane == 0) barrier_arrive(pipe.raw_empty(raw.stage)), barrier_arrive(pipe.v_ready(ring.stage));
+    barrier_arrive_warp(pipe.raw_empty(raw.stage));
+    barrier_arrive_warp(pipe.v_ready(ring.stage));
     ring.next(), raw.next();
   }
 }

@@ -105,7 +105,7 @@ template <int kCluster>
 __device__ __forceinline__ void mla_release(u32 barrier) {
   const int lane = threadIdx.x & 31;
   if constexpr (kCluster == 1) {
-    if (lane == 0) barrier_arrive(barrier);
+    barrier_arrive_warp(barrier);
   } else if (lane < kCluster) {
     // Without .release: nothing was written, and ptxas would make a fence of all memory of it.
     asm volatile("{\n.reg .b32 r;\nmapa.shared::cluster.u32 r, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [r];\n}" ::"r"(barrier),
@@ -239,10 +239,11 @@ __global__ void __launch_bounds__(C::kThreads, 1) mla_sm90(const __grid_constant
   const int row = 16 * warp + (lane >> 2);  // of this thread's accumulators, with row + 8
 
   if (threadIdx.x == 0) {
-    for (int i = 0; i < C::kHalves; ++i) barrier_init(half_full + 8 * i, 1), barrier_init(half_empty + 8 * i, 4 * kCluster);
-    for (int i = 0; i < C::kRopes; ++i) barrier_init(rope_full + 8 * i, 1), barrier_init(rope_empty + 8 * i, 4 * kCluster);
-    for (int i = 0; i < C::kP; ++i) barrier_init(p_full + 8 * i, 128), barrier_init(p_empty + 8 * i, 8);
-    barrier_init(state_full, 128), barrier_init(state_empty, 8);
+    constexpr u32 kReleases = 4 * (kCluster == 1 ? kWarpArrivals : kCluster);
+    for (int i = 0; i < C::kHalves; ++i) barrier_init(half_full + 8 * i, 1), barrier_init(half_empty + 8 * i, kReleases);
+    for (int i = 0; i < C::kRopes; ++i) barrier_init(rope_full + 8 * i, 1), barrier_init(rope_empty + 8 * i, kReleases);
+    for (int i = 0; i < C::kP; ++i) barrier_init(p_full + 8 * i, 128), barrier_init(p_empty + 8 * i, 8 * kWarpArrivals);
+    barrier_init(state_full, 128), barrier_init(state_empty, 8 * kWarpArrivals);
     barrier_init_done();
     tma_prefetch(&all.ckv), tma_prefetch(&all.kpe);
   }
@@ -486,7 +487,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) mla_sm90(const __grid_constant
         wgmma_commit();
         if (side == 0) named_arrive(4, 256);
         wgmma_wait<0>();
-        if (lane == 0) barrier_arrive(p_empty + 8 * in.at);
+        barrier_arrive_warp(p_empty + 8 * in.at);
         mla_release<kCluster>(half_empty + 8 * half.at);
         in.step();
         half.step(), half.step();
@@ -495,7 +496,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) mla_sm90(const __grid_constant
       barrier_wait(state_full, round);
       const float2 md[2] = {state[row], state[row + 8]};
       __syncwarp();
-      if (lane == 0) barrier_arrive(state_empty);
+      barrier_arrive_warp(state_empty);
       round ^= 1;
       const int rows = unit->tokens * p.group, partial = unit->partial;
       const bool odd = lane & 1;

@@ -49,6 +49,8 @@ struct Sm90Config {
   /// Whether a warpgroup more has something to do. 512 threads begin with 128 registers each, which a product of 256 columns does not fit.
   static constexpr bool kFourth = (kGather || kWiden) && kDimVo < 256;
   static constexpr int kCopyWarps = kFourth ? 4 : 2;
+  /// Warps that read what warp 0 tells of a unit: those of products, of copies, and those that look at values.
+  static constexpr int kUnitReaders = 8 + (kGather ? kCopyWarps : 2) + (kWiden ? 4 : 1);
   static constexpr int kRows = 128, kThreads = kFourth ? 512 : 384, kStages = 2, kUnitStages = 4;
   static constexpr Wgmma kType = Same<Type, Bf16>::value ? Wgmma::kBf16 : Wgmma::kF16, kKeyType = TQ::kBits == 8 ? Wgmma::kE4m3 : kType;
   /// Bytes of a row of q and of keys.
@@ -68,8 +70,8 @@ struct Sm90Config {
   static constexpr int kV = kK + kStages * kKBytes;
   static constexpr int kRaw = kV + kStages * kVBytes;
   static constexpr int kRawKeys = kRaw + kRawStages * kRawBytes;
-  static constexpr int kBarriers = kRawKeys + kRawStages * kRawKeyBytes;  // u64 [10 kStages + kUnitStages]
-  static constexpr int kUnits = kBarriers + 192;                // Sm90Unit [kUnitStages]
+  static constexpr int kBarriers = kRawKeys + kRawStages * kRawKeyBytes;  // u64 [10 kStages + 2 kUnitStages]
+  static constexpr int kUnits = kBarriers + 224;                // Sm90Unit [kUnitStages]
   static constexpr int kStrange = kUnits + kUnitStages * 80;    // int [kStages]
   static constexpr int kFlag = kStrange + kStages * 16;         // int
   static constexpr int kRowContexts = kFlag + 16;               // RowContext [kUnitStages][kRows]
@@ -139,22 +141,24 @@ struct Sm90Pipe {
   __device__ __forceinline__ unsigned raw_empty(int s) const { return barrier(9, s); }
   __device__ __forceinline__ unsigned k_raw_full(int s) const { return barrier(10, s); }
   __device__ __forceinline__ unsigned k_raw_empty(int s) const { return barrier(11, s); }
+  /// Nobody reads a unit any more.
+  __device__ __forceinline__ unsigned unit_empty(int s) const { return barrier(12, s); }
 
   __device__ __forceinline__ void init() const {
     constexpr int kCopiers = C::kGather ? C::kCopyWarps * 32 : 1;  // threads that say that rows have come
     for (int s = 0; s < 2; ++s) {
       barrier_init(q_full(s), 1);
-      barrier_init(q_empty(s), 8);
-      barrier_init(k_full(s), C::kWidenKeys ? 4 : 1);
+      barrier_init(q_empty(s), 8 * kWarpArrivals);
+      barrier_init(k_full(s), C::kWidenKeys ? 4 * kWarpArrivals : C::kGather ? kWarpArrivals : 1);
       barrier_init(k_raw_full(s), 1);
-      barrier_init(k_raw_empty(s), 4);
-      barrier_init(k_copied(s), C::kWiden ? 4 : kCopiers);
-      barrier_init(k_empty(s), 8);
+      barrier_init(k_raw_empty(s), 4 * kWarpArrivals);
+      barrier_init(k_copied(s), C::kWiden ? 4 * kWarpArrivals : kCopiers);
+      barrier_init(k_empty(s), 8 * kWarpArrivals);
       barrier_init(v_full(s), kCopiers);
-      barrier_init(v_ready(s), C::kWiden ? 4 : 1);
-      barrier_init(v_empty(s), 8);
+      barrier_init(v_ready(s), (C::kWiden ? 4 : 1) * kWarpArrivals);
+      barrier_init(v_empty(s), 8 * kWarpArrivals);
     }
-    for (int s = 0; s < C::kUnitStages; ++s) barrier_init(unit_full(s), 1);
+    for (int s = 0; s < C::kUnitStages; ++s) barrier_init(unit_full(s), kWarpArrivals), barrier_init(unit_empty(s), C::kUnitReaders * kWarpArrivals);
     barrier_init_done();
   }
 };

@@ -72,9 +72,7 @@ __device__ __forceinline__ void consume(const Sm90Params<typename C::Variant>& a
   float s[S::kScores];
   u32 weights[C::kTile / 16][4];
 
-  auto free = [&](unsigned barrier) {
-    if (lane == 0) barrier_arrive(barrier);
-  };
+  auto free = [](unsigned barrier) { barrier_arrive_warp(barrier); };
   auto wait_keys = [&] { barrier_wait(pipe.k_full(ks.stage), ks.phase); };
   auto wait_values = [&] { barrier_wait(pipe.v_ready(vs.stage), vs.phase); };
   auto open = [&](const Sm90Unit& u) {
@@ -154,8 +152,10 @@ __device__ __forceinline__ void consume(const Sm90Params<typename C::Variant>& a
 #pragma unroll
     for (int i = 0; i < S::kOut; ++i) state.o[i] = 0.0f;
   };
-  // Writes unit `u`, whose q is at stage `at` and whose softmax ended with (m, d), and gives the place of q back: with the output in it.
-  auto finish = [&](const Sm90Unit& u, int at, const float (&m)[2], const float (&d)[2], bool mine) {
+  // Writes the unit at `place`, whose q is at stage `at` and whose softmax ended with (m, d), and gives both back: the place of q with the
+  // output in it.
+  auto finish = [&](int place, int at, const float (&m)[2], const float (&d)[2], bool mine) {
+    const Sm90Unit& u = units[place];
     if (mine) {
       named_sync(5 + group, 128);
       state.finish(p, u.item, u.head, first_row, all.group_inverse, m, d, is_staged<C>(all, u.item), pipe.base + C::kQ + at * C::kQBytes + first_row * 128);
@@ -163,6 +163,7 @@ __device__ __forceinline__ void consume(const Sm90Params<typename C::Variant>& a
     if (u.item.partial >= 0) merge_unit<C>(p, u, reinterpret_cast<int*>(shared + C::kFlag));
     __syncwarp();
     free(pipe.q_empty(at));
+    free(pipe.unit_empty(place));
   };
 
   if (group == 1) named_arrive(1, 256);
@@ -237,8 +238,7 @@ __device__ __forceinline__ void consume(const Sm90Params<typename C::Variant>& a
         // Others; and, beside the last values of this unit, the first tile of the next.
         float m[2] = {state.m[0], state.m[1]}, d[2] = {state.d[0], state.d[1]};
         const bool last = pos < kv_start;
-        const Sm90Unit& u = units[us.stage];
-        const int at = qs.stage;
+        const int place = us.stage, at = qs.stage;
         if (last) {
           // With one place for q, the next is not there yet.
           if constexpr (C::kQStages == 1) break;
@@ -268,7 +268,7 @@ __device__ __forceinline__ void consume(const Sm90Params<typename C::Variant>& a
         vs.next();
         sum();
         if (last) {
-          finish(u, at, m, d, true);
+          finish(place, at, m, d, true);
           clear();
         } else if (grown) {
           state.rescale(by);
@@ -283,7 +283,7 @@ __device__ __forceinline__ void consume(const Sm90Params<typename C::Variant>& a
       free(pipe.v_empty(vs.stage));
       vs.next();
     }
-    finish(units[us.stage], qs.stage, state.m, state.d, mine);
+    finish(us.stage, qs.stage, state.m, state.d, mine);
     us.next(), qs.next();
   }
 }

@@ -226,7 +226,7 @@ __device__ __forceinline__ void sparse_rows(const SparseParams& p, unsigned base
         rows.template step<1>(keys, values, p.scale);
       }
       __syncwarp();
-      if (lane == 0) barrier_arrive(full + 8);
+      barrier_arrive_warp(full + 8);
       if (++stage == C::kStages) stage = 0, phase ^= 1;
     }
 
@@ -256,7 +256,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) sparse_sm90(const __grid_const
   if (threadIdx.x == 0) {
     for (int s = 0; s < C::kStages; ++s) {
       barrier_init(base + C::kBarriers + s * 16, 1);
-      barrier_init(base + C::kBarriers + s * 16 + 8, C::kWarps);
+      barrier_init(base + C::kBarriers + s * 16 + 8, C::kWarps * kWarpArrivals);
     }
     barrier_init_done();
   }

@@ -20,6 +20,18 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+/// A warp arrives, whose lanes have come together before: by lane 0, and with FIR_EACH_LANE by every lane, for tools that follow what each
+/// thread does and not what a warp does. Barriers count `kWarpArrivals` for it.
+#ifdef FIR_EACH_LANE
+constexpr u32 kWarpArrivals = 32;
+__device__ __forceinline__ void barrier_arrive_warp(u32 barrier) { barrier_arrive(barrier); }
+#else
+constexpr u32 kWarpArrivals = 1;
+__device__ __forceinline__ void barrier_arrive_warp(u32 barrier) {
+  if ((threadIdx.x & 31) == 0) barrier_arrive(barrier);
+}
+#endif
+
 /// Arrives, and says that so many bytes will come (whole boxes, also where rows of them are out of bounds).
 __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");

@@ -153,6 +153,7 @@ impl Source {
             .into_iter()
             // Lambdas and hooks that say nothing of where they run are for the device: there is no host here.
             .chain(["--std=c++17", "--ptxas-options=-v", "--device-as-default-execution-space"].map(String::from))
+            .chain(std::env::var(env::FIR_RACECHECK).is_ok_and(|v| v == "1").then(|| "-DFIR_EACH_LANE".into()))
             .collect()
     }
 

@@ -5,6 +5,7 @@ use std::borrow::Cow;
 #[cfg(feature = "cuda")]
 use std::sync::Arc;
 
+use super::ragged::Ragged;
 use crate::error::{Error, Result};
 #[cfg(feature = "cuda")]
 use crate::tensor::{Tensor, TensorRef};
@@ -114,6 +115,76 @@ impl<'a> PageTable<'a> {
         check_indptr(&indptr, indices.len(), page_size)?;
         let lens = checked_lens(page_size, &indptr, lens)?;
         Self::checked(page_size, num_pages, indptr, indices, lens)
+    }
+
+    /// The table of a cascade's requests with all their pages: those of the groups that they are in, level by level, then their own.
+    ///
+    /// `levels`: query tokens of each group, and the groups' pages; the last level's groups are the requests. All but the last
+    /// must hold whole pages, and all page ids must be on the host.
+    pub fn joined(levels: &[(&Ragged, &PageTable<'_>)]) -> Result<PageTable<'static>> {
+        let Some(&(requests, own)) = levels.last() else {
+            return Err(Error::value(OP, "levels", "empty", "at least one level"));
+        };
+        let (page_size, mut indptr, mut indices, mut lens) = (own.page_size, vec![0], vec![], vec![]);
+        for (l, &(qo, table)) in levels.iter().enumerate() {
+            table.check_host(OP)?;
+            if (table.page_size, table.batch(), qo.rows()) != (page_size, qo.batch(), requests.rows()) {
+                return Err(Error::value(
+                    OP,
+                    "levels",
+                    format!(
+                        "{} groups and pages of {} at level {l}, with {} query tokens in {} groups",
+                        table.batch(),
+                        table.page_size,
+                        qo.rows(),
+                        qo.batch()
+                    ),
+                    format!(
+                        "as many groups in either, pages of {page_size} and {} query tokens, as at the last level",
+                        requests.rows()
+                    ),
+                ));
+            }
+            let cut = table.lens.iter().position(|&n| !(n as usize).is_multiple_of(page_size));
+            if let (Some(g), true) = (cut, l + 1 < levels.len()) {
+                return Err(Error::value(
+                    OP,
+                    "levels",
+                    format!("{} tokens in group {g} of level {l}", table.lens[g]),
+                    format!("whole pages of {page_size} above the last level"),
+                ));
+            }
+        }
+        let mut groups = vec![0; levels.len()];
+        for (r, rows) in requests.indptr().windows(2).enumerate() {
+            let mut len = 0;
+            for (l, &(qo, table)) in levels.iter().enumerate() {
+                let group = &mut groups[l];
+                if l + 1 == levels.len() {
+                    *group = r;
+                } else if rows[0] == rows[1] {
+                    // In no group.
+                    continue;
+                }
+                while qo.indptr()[*group + 1] < rows[1] {
+                    *group += 1;
+                }
+                if qo.indptr()[*group] > rows[0] {
+                    return Err(Error::value(
+                        OP,
+                        "levels",
+                        format!("group {group} of level {l} from token {} on", qo.indptr()[*group]),
+                        format!("borders of requests, of which {r} begins at token {}", rows[0]),
+                    ));
+                }
+                indices.extend_from_slice(table.pages(*group));
+                len += i64::from(table.lens[*group]);
+            }
+            indptr.push(i32::try_from(indices.len()).unwrap_or(i32::MAX));
+            lens.push(i32::try_from(len).unwrap_or(i32::MAX));
+        }
+        let num_pages = levels.iter().map(|(_, t)| t.num_pages).max().unwrap_or(0);
+        PageTable::with_lens(page_size, num_pages, indptr, indices, &lens)
     }
 
     /// With page ids that are on a device already, together with a copy of `indptr`. Nobody looks at the ids before the
@@ -307,6 +378,30 @@ mod tests {
         assert_eq!((t.locate(0, 7), t.locate(1, 0), t.locate(9, 0)), (None, None, None));
         let hostile = PageTable::with_lens(4, 3, &[0, 3][..], &[1, -5, 99][..], &[4]).unwrap();
         assert_eq!(hostile.pages(0), [1]);
+    }
+
+    #[test]
+    fn levels_are_joined() {
+        let ragged = |lens: &[u32]| Ragged::from_lens(lens).unwrap();
+        let table = |lens: &[i32], ids: &'static [i32]| {
+            let ends = lens.iter().scan(0, |end, &n| {
+                *end += (n + 3) / 4;
+                Some(*end)
+            });
+            PageTable::with_lens(4, 9, [0].into_iter().chain(ends).collect::<Vec<_>>(), ids, lens).unwrap()
+        };
+        // A prefix of two pages for the first two requests and one of none for the last, which has no token in the middle.
+        let (two, one) = (ragged(&[3, 2]), ragged(&[1, 2, 0, 2]));
+        let (shared, own) = (table(&[8, 0], &[5, 6]), table(&[3, 0, 4, 5], &[1, 2, 3, 4]));
+        let joined = PageTable::joined(&[(&two, &shared), (&one, &own)]).unwrap();
+        assert_eq!((joined.lens(), joined.num_pages()), (&[11, 8, 4, 5][..], 9));
+        let pages: Vec<_> = (0..4).map(|r| joined.pages(r).to_vec()).collect();
+        assert_eq!(pages, [vec![5, 6, 1], vec![5, 6], vec![2], vec![3, 4]]);
+        let msg = |levels: &[(&Ragged, &PageTable<'_>)]| PageTable::joined(levels).unwrap_err().to_string();
+        assert!(msg(&[(&two, &table(&[7, 0], &[5, 6])), (&one, &own)]).contains("7 tokens in group 0 of level 0"));
+        assert!(msg(&[(&ragged(&[2, 3]), &shared), (&one, &own)]).contains("group 1 of level 0 from token 2 on"));
+        assert!(msg(&[(&ragged(&[3, 3]), &shared), (&one, &own)]).contains("6 query tokens"));
+        assert!(msg(&[]).contains("at least one level"));
     }
 
     #[test]

@@ -18,10 +18,10 @@ const FENCE: &[&str] = &[
 
 /// Parts of the library that share a budget of lines, tests not counted. Raising one is a commit of its own.
 const BUDGETS: &[(&[&str], usize)] = &[
-    (&["tensor", "kv", "variant", "plan"], 7_300),
-    (&["ops", "reference", "testing"], 9_700),
+    (&["tensor", "kv", "variant", "plan"], 7_400),
+    (&["ops", "reference", "testing"], 9_800),
     (&["cpu"], 14_500),
-    (&["cuda"], 9_700),
+    (&["cuda"], 9_800),
 ];
 
 /// Files above this many lines are printed: there is probably a second noun in them.

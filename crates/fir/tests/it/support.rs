@@ -55,6 +55,15 @@ pub(crate) fn gpu() -> Option<&'static Exec> {
     .as_ref()
 }
 
+/// The cases that a GPU's kernels tell apart, if there is one; else the first `few` of them, which do for the CPU's.
+pub(crate) fn cases_of<T>(all: &[T], few: usize) -> &[T] {
+    #[cfg(feature = "cuda")]
+    if gpu().is_some() {
+        return all;
+    }
+    &all[..few]
+}
+
 /// A reference's results, for outputs of one type: computed once where several executors are compared with them.
 pub(crate) struct Wanted {
     exact: Vec<f64>,

@@ -1,11 +1,11 @@
 //! Rows beside others of ours: cuts that do not depend on the batch, and cascades beside flat decodes.
 
-use fir::attention::Split;
+use fir::attention::{CascadeLevel, CascadePlan, Problem, Split};
 use fir::kv::Ragged;
 use fir::{DType, Result, variant};
 
 use super::super::{Goal, Suite, Work};
-use super::{DIM, HEADS, Pool, batch, cascade, decode_of, prefixed};
+use super::{DIM, HEADS, KV_HEADS, Pool, batch, cascade, decode_of, prefixed};
 
 /// Cuts that do not depend on the batch beside balanced ones: at most 15 % more is wanted.
 pub(super) fn fixed(suite: &Suite, pool: &Pool) -> Result<()> {
@@ -52,7 +52,7 @@ pub(super) fn fixed(suite: &Suite, pool: &Pool) -> Result<()> {
     Ok(())
 }
 
-/// A cascade beside decodes that each read the prefix for themselves: it should never be slower.
+/// A cascade beside decodes that each read the prefix for themselves: what is chosen should never be slower.
 pub(super) fn cascades(suite: &Suite, pool: &Pool) -> Result<()> {
     for requests in [1, 2, 4, 8, 16, 32, 64, 128] {
         for lens in [[2_048, 128], [8_192, 128]] {
@@ -63,7 +63,12 @@ pub(super) fn cascades(suite: &Suite, pool: &Pool) -> Result<()> {
             let [_, _, table] = prefixed(suite, pool, requests, lens)?;
             let kv_lens = vec![lens[0] + lens[1]; requests];
             decode_of(suite, pool, &case, &table, &kv_lens, Split::Balanced, Goal::Us(f64::INFINITY), "")?;
-            cascade(suite, pool, requests, lens, (10.0 * suite.last.get()).round() / 10.0, "")?;
+            let (all, each) = (Ragged::from_lens(&[requests as u32])?, Ragged::ones(requests)?);
+            let (shared, own) = ([lens[0]], vec![lens[1]; requests]);
+            let levels = [CascadeLevel { qo: &all, kv_lens: &shared }, CascadeLevel { qo: &each, kv_lens: &own }];
+            let problem = Problem::new(HEADS, KV_HEADS, DIM, DType::BF16, variant::causal());
+            let chosen = if CascadePlan::pays(&suite.exec, &problem, &levels)? { "chosen" } else { "flat is chosen" };
+            cascade(suite, pool, requests, lens, (10.0 * suite.last.get()).round() / 10.0, chosen)?;
         }
     }
     Ok(())

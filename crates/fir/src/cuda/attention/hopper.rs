@@ -101,7 +101,7 @@ impl Shape {
             _ => 0,
         };
         let (q, kv) = (self.q_stages * ROWS * row.max(s.dim_vo * 2), 2 * self.tile * (row + s.dim_vo * 2) + raw);
-        (q + kv + 192 + UNITS * 80 + 48 + UNITS * ROWS * 24) as u32
+        (q + kv + 224 + UNITS * 80 + 48 + UNITS * ROWS * 24) as u32
     }
 }
 

@@ -5,7 +5,10 @@
 //! the device is cut in two.
 
 use super::form::{Form, bits};
-use super::{Batch, Plan, Spec};
+use super::hooks::Hooks;
+use super::{Batch, Lane, Plan, Spec, choose};
+use crate::cuda::exec::Gpu;
+use crate::error::Result;
 use crate::plan::{Entry, Split};
 
 /// What a batch asks of a device.
@@ -42,6 +45,14 @@ const TURN: f64 = 8.0;
 /// Bytes of short tiles for each multiprocessor up to which it has one block: 16 x 512 takes 20.1 us with one on an H200 and 21.7 with two,
 /// 16 x 2048 (1.02 MB) 48.0 and 48.9.
 const LITTLE: f64 = 1.1e6;
+/// Of decodes that read one prefix each for itself, which the second-level cache then has: bytes per microsecond, with one block to a
+/// multiprocessor and with more, and what a launch takes besides. By these 8 and 32 requests of 2048 shared tokens and 128 of their own take
+/// 25 and 43 us, 4 and 64 of 8192 and 128 39 and 253; 27, 43, 41 and 246 were measured.
+const CACHE_LITTLE: f64 = 4.9e6;
+const CACHE: f64 = 9.0e6;
+const FLAT: f64 = 11.0;
+/// What the merge of a cascade's levels adds.
+const MERGE: f64 = 2.0;
 
 impl Load {
     /// Of `positions` against a query tile, for all KV heads.
@@ -120,27 +131,76 @@ impl Load {
     /// prefill 215, 188, 192, 199 and 244 (by the model 204; 214, 189, 186, 195, 237); for 127 of 1024 and a prefill of 4096: 348; 557, 475, 419, 382
     /// and 321 (333; 549, 476, 420, 375, 308); 31 of 2048 and 1024: 110; 96, 94, 99, 103, 127 (104; 92, 89, 91, 94, 116).
     pub(super) fn share(self, all: usize) -> Option<usize> {
-        if self.kinds() != [true; 2] {
-            return None;
-        }
-        let beside = |n: usize| self.beside(n as f64, (all - n) as f64);
-        let (time, best) = (2..all).step_by(2).map(|n| (beside(n), n)).min_by(|a, b| a.0.total_cmp(&b.0))?;
-        let all = all as f64;
-        (time < self.long_on(all) + self.short_on(all, EACH) + TURN).then_some(best)
+        self.best(all).1
     }
+
+    /// Microseconds of both kinds, with [`Self::share`] of them.
+    fn best(self, all: usize) -> (f64, Option<usize>) {
+        let whole = all as f64;
+        let [longs, shorts] = self.kinds();
+        let alone =
+            if longs { self.long_on(whole) } else { 0.0 } + if shorts { self.short_on(whole, EACH) } else { 0.0 };
+        if !(longs && shorts) {
+            return (alone, None);
+        }
+        let beside = |n: usize| (self.beside(n as f64, (all - n) as f64), Some(n));
+        let in_turn = (alone + TURN, None);
+        (2..all).step_by(2).map(beside).fold(in_turn, |best, one| if one.0 < best.0 { one } else { best })
+    }
+
+    /// Microseconds of requests that each read all they see, `distinct` bytes of it not the same as others'.
+    fn flat(self, all: usize, distinct: f64) -> f64 {
+        let rate = if self.is_little(all) { CACHE_LITTLE } else { CACHE };
+        let shorts = FLAT + (self.short / rate).max(distinct / MEMORY);
+        if self.kinds()[0] { shorts + self.best(all).0 - self.short_on(all as f64, EACH) } else { shorts }
+    }
+
+    /// Whether a cascade of these levels is expected to be faster than requests of `flat` together.
+    fn pays(levels: &[Self], flat: Self, all: usize) -> bool {
+        let distinct = levels.iter().map(|l| l.short).sum();
+        // The last two run beside each other, if the longer one is of long tiles; see `CascadePlan`.
+        let mut launches = Vec::with_capacity(levels.len());
+        match levels {
+            [first @ .., before, last] if before.kinds()[0] && last.kinds() == [false, true] => {
+                launches.extend(first.iter().copied().chain([before.and(*last)]));
+            }
+            _ => launches.extend(levels),
+        }
+        let time: f64 = launches.iter().map(|l| l.best(all).0).sum();
+        time + (launches.len() - 1) as f64 * TURN + MERGE < flat.flat(all, distinct)
+    }
+}
+
+/// What requests of so many query and KV tokens ask of a device, in query tiles of up to `rows`, short and long ones.
+fn load(spec: &Spec, kv_heads: usize, rows: [usize; 2], q_lens: &[u32], kv_lens: &[u32]) -> Load {
+    let mut all = Load::default();
+    for (&q_len, &kv_len) in q_lens.iter().zip(kv_lens) {
+        let long = rows[0] != rows[1] && (q_len as usize).saturating_mul(spec.group) > rows[0];
+        let tile = (rows[usize::from(long)] / spec.group).max(1) as u32;
+        for _ in 0..q_len.div_ceil(tile) {
+            all = all.and(Load::of(spec, kv_heads, kv_len, long));
+        }
+    }
+    all
+}
+
+/// Whether a cascade is expected to be faster than `flat`, the same requests apart. Either is query and KV tokens.
+pub(crate) fn pays(gpu: &Gpu, spec: &Spec, kv_heads: usize, levels: &[[&[u32]; 2]], flat: [&[u32]; 2]) -> Result<bool> {
+    let (properties, hooks) = (gpu.properties(), Hooks::new(&spec.variant));
+    let rows = |long| -> Result<usize> {
+        Ok(choose(spec, properties.arch, long)?.instance(spec, &hooks, properties.shared_per_block, true).rows)
+    };
+    let rows = [rows(false)?, rows(true)?];
+    let load = |[q_lens, kv_lens]: [&[u32]; 2]| load(spec, kv_heads, rows, q_lens, kv_lens);
+    let levels: Vec<_> = levels.iter().map(|l| load(*l)).collect();
+    Ok(Load::pays(&levels, load(flat), properties.multiprocessors as usize))
 }
 
 impl Plan {
     /// What requests of so many query and KV tokens ask of the device.
     pub(crate) fn load(&self, q_lens: &[u32], kv_lens: &[u32]) -> Load {
-        let mut all = Load::default();
-        for (&q_len, &kv_len) in q_lens.iter().zip(kv_lens) {
-            let (tile, long) = self.tile(q_len);
-            for _ in 0..q_len.div_ceil(tile) {
-                all = all.and(Load::of(&self.spec, self.kv_heads, kv_len, long));
-            }
-        }
-        all
+        let rows = |lane: Option<&Lane>| lane.map_or(1, |l| l.instance.rows);
+        load(&self.spec, self.kv_heads, [rows(self.lanes.first()), rows(self.lanes.last())], q_lens, kv_lens)
     }
 
     /// Says what else will run beside the next batches.
@@ -212,6 +272,27 @@ mod tests {
         assert!(load(4096.0, 100.0, 8.0, 200.0).share(132).is_none_or(|n| n > 120));
         assert!(load(1.0, 1.0, 512.0, 2048.0).share(132).is_none_or(|n| n < 20));
         assert_eq!(load(1.0, 1.0, 1.0, 1.0).share(1), None);
+        // Requests with a prefix and 128 tokens of their own: which way was faster. Up to four are a short tile of 16 rows.
+        for (prefix, requests, faster) in [
+            (2048.0, 1.0, false),
+            (2048.0, 4.0, false),
+            (2048.0, 8.0, false),
+            (2048.0, 16.0, true),
+            (2048.0, 128.0, true),
+            (8192.0, 2.0, false),
+            (8192.0, 4.0, true),
+            (8192.0, 8.0, true),
+            (8192.0, 64.0, true),
+        ] {
+            let shared = if requests <= 4.0 {
+                load(0.0, 0.0, 8.0, prefix)
+            } else {
+                load(8.0 * f64::ceil(requests / 32.0), prefix / 128.0, 0.0, 0.0)
+            };
+            let own = load(0.0, 0.0, 8.0 * requests, 128.0);
+            let flat = load(0.0, 0.0, 8.0 * requests, prefix + 128.0);
+            assert_eq!(Load::pays(&[shared, own], flat, 132), faster, "{prefix} {requests}");
+        }
         // 16 x 2048 and 64 x 2048.
         assert!(load(0.0, 0.0, 128.0, 2048.0).is_little(132) && !load(0.0, 0.0, 512.0, 2048.0).is_little(132));
     }

@@ -21,6 +21,10 @@ use crate::tensor::{TensorMut, TensorRef};
 use crate::variant::Params;
 
 const OP: &str = "CascadePlan";
+/// What a level costs on the CPU beside the reading of its tokens, as so many KV tokens: a state for each query token, written and
+/// merged; and its launches, 20 µs.
+const MERGE_TOKENS: usize = 32;
+const LAUNCH_TOKENS: usize = 768;
 
 /// One level: which query tokens share which stretch of KV.
 #[derive(Clone, Copy, Debug)]
@@ -63,42 +67,43 @@ pub struct CascadeArgs<'a> {
 }
 
 impl CascadePlan {
+    /// Whether a cascade of these levels is expected to be faster than a [`BatchPlan`] of the same requests, each of which then
+    /// reads its prefix for itself: by a model of the device that was measured. Few requests do not win back what it costs to
+    /// write and merge a state for each level. [`PageTable::joined`](crate::kv::PageTable::joined) is the table of such a batch.
+    pub fn pays(exec: &Exec, problem: &Problem, levels: &[CascadeLevel<'_>]) -> Result<bool> {
+        let (kv_len, _) = check_levels(problem, levels)?;
+        let Some((own, shared)) = levels.split_last().filter(|(_, shared)| !shared.is_empty()) else {
+            return Ok(false);
+        };
+        match exec {
+            Exec::Cpu(_) => {
+                let members = |qo: &Ragged, g: usize| {
+                    let tokens = qo.indptr()[g]..qo.indptr()[g + 1];
+                    own.qo.indptr().windows(2).filter(|r| r[0] < r[1] && tokens.contains(&r[0])).count()
+                };
+                let saved = |level: &CascadeLevel<'_>| -> usize {
+                    let groups = level.kv_lens.iter().enumerate();
+                    groups.map(|(g, &len)| members(level.qo, g).saturating_sub(1).saturating_mul(len as usize)).sum()
+                };
+                let cost = shared.len() * (own.qo.rows() * MERGE_TOKENS + LAUNCH_TOKENS);
+                Ok(shared.iter().map(saved).sum::<usize>() > cost)
+            }
+            #[cfg(feature = "cuda")]
+            Exec::Cuda(gpu) => {
+                let spec = problem.spec(OP, true, own.qo.batch());
+                let lens: Vec<_> = levels.iter().map(|l| [l.qo.lens(), l.kv_lens]).collect();
+                gpu_kernel::share::pays(gpu, &spec, problem.kv_heads, &lens, [own.qo.lens(), &kv_len])
+            }
+        }
+    }
+
     /// Plans every level; the last one's groups are the requests.
     pub fn new(exec: &Exec, problem: Problem, levels: &[CascadeLevel<'_>], split: Split) -> Result<Self> {
-        let Some((own, _)) = levels.split_last() else {
-            return Err(Error::value(OP, "levels", "empty", "at least one level"));
-        };
-        let requests = own.qo;
-        problem.check(OP)?;
-        check_tokens(OP, requests, problem.qo_heads)?;
-        let mut kv_len = vec![0u32; requests.batch()];
-        let mut bases = Vec::with_capacity(levels.len());
-        for (l, level) in levels.iter().enumerate() {
-            if level.kv_lens.len() != level.qo.batch() {
-                return Err(Error::Dim {
-                    op: OP,
-                    arg: "kv_lens",
-                    axis: "groups",
-                    got: level.kv_lens.len(),
-                    first: "qo",
-                    want: level.qo.batch(),
-                });
-            }
-            if level.qo.rows() != requests.rows() {
-                return Err(Error::Dim {
-                    op: OP,
-                    arg: "levels[..].qo",
-                    axis: "tokens",
-                    got: level.qo.rows(),
-                    first: "levels[last].qo",
-                    want: requests.rows(),
-                });
-            }
-            bases.push(level_bases(l, level, requests, &mut kv_len)?);
+        let (kv_len, bases) = check_levels(&problem, levels)?;
+        let mut tokens = Vec::new();
+        if let Some(own) = levels.last() {
+            Token::list(own.qo.lens(), &kv_len, &mut tokens);
         }
-        check_kv_lens(OP, &kv_len)?;
-        let mut tokens = Vec::with_capacity(requests.rows());
-        Token::list(requests.lens(), &kv_len, &mut tokens);
         let plans = levels.iter().map(|l| BatchPlan::with_use(exec, problem.clone(), l.qo.batch(), split, Use::Level));
         let mut plans = plans.collect::<Result<Vec<_>>>()?;
         #[cfg(feature = "cuda")]
@@ -205,6 +210,43 @@ impl CascadePlan {
             kernel::merge_levels(cpu, launch, states, n, &sink);
         })
     }
+}
+
+/// KV tokens of each request at all levels, and the positions at which each level's groups begin.
+fn check_levels(problem: &Problem, levels: &[CascadeLevel<'_>]) -> Result<(Vec<u32>, Vec<Vec<i32>>)> {
+    let Some((own, _)) = levels.split_last() else {
+        return Err(Error::value(OP, "levels", "empty", "at least one level"));
+    };
+    let requests = own.qo;
+    problem.check(OP)?;
+    check_tokens(OP, requests, problem.qo_heads)?;
+    let mut kv_len = vec![0u32; requests.batch()];
+    let mut bases = Vec::with_capacity(levels.len());
+    for (l, level) in levels.iter().enumerate() {
+        if level.kv_lens.len() != level.qo.batch() {
+            return Err(Error::Dim {
+                op: OP,
+                arg: "kv_lens",
+                axis: "groups",
+                got: level.kv_lens.len(),
+                first: "qo",
+                want: level.qo.batch(),
+            });
+        }
+        if level.qo.rows() != requests.rows() {
+            return Err(Error::Dim {
+                op: OP,
+                arg: "levels[..].qo",
+                axis: "tokens",
+                got: level.qo.rows(),
+                first: "levels[last].qo",
+                want: requests.rows(),
+            });
+        }
+        bases.push(level_bases(l, level, requests, &mut kv_len)?);
+    }
+    check_kv_lens(OP, &kv_len)?;
+    Ok((kv_len, bases))
 }
 
 /// Lets the last level, of short query tiles, run beside the one before it, of long ones.

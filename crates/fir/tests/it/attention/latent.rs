@@ -6,7 +6,7 @@ use fir::testing::Rng;
 use fir::{DType, Tensor, reference, variant};
 
 use super::case::{Expected, poisoned};
-use crate::support::every_exec;
+use crate::support::{cases_of, every_exec};
 
 /// One batch: `heads`, page size, and (query tokens, KV tokens) of each request.
 struct Batch {
@@ -85,14 +85,15 @@ fn check(batch: &Batch, split: &[Split]) {
 #[test]
 fn latent_decodes_of_many_heads_match_reference() {
     let lens = &[(1, 64), (1, 0), (1, 1), (1, 300), (1, 129)][..];
-    for (heads, page) in [(128, 64), (64, 16), (96, 8), (160, 32), (20, 24), (128, 1), (128, 12)] {
+    let all = [(20, 24), (128, 1), (128, 64), (64, 16), (96, 8), (160, 32), (128, 12)];
+    for &(heads, page) in cases_of(&all, 2) {
         let batch = Batch { heads, page, lens, causal: false, dtype: DType::BF16 };
         check(&batch, &[Split::Balanced, Split::Fixed(64)]);
     }
     check(&Batch { heads: 128, page: 64, lens, causal: true, dtype: DType::F16 }, &[Split::Balanced, Split::Off]);
     // Long units have an order of their own on a GPU, and begin and end beside short ones.
     let lens = &[(1, 70), (1, 3_100), (1, 9)][..];
-    for heads in [66, 4] {
+    for &heads in cases_of(&[4, 66], 1) {
         check(&Batch { heads, page: 16, lens, causal: false, dtype: DType::BF16 }, &[Split::Off]);
     }
 }

@@ -88,6 +88,8 @@ impl Shared {
         let lens: Vec<&[u32]> = tables.iter().map(|t| t.1.lens()).collect();
         let levels: Vec<_> = tables.iter().zip(&lens).map(|(t, kv_lens)| CascadeLevel { qo: &t.0, kv_lens }).collect();
         let plan = CascadePlan::new(exec, self.problem.clone(), &levels, split).unwrap();
+        // Of so few requests and tokens nothing is won.
+        assert!(!CascadePlan::pays(exec, &self.problem, &levels).unwrap());
         let kv: Vec<_> = tables.iter().map(|t| Kv::Paged(self.pool(), &t.1)).collect();
         let mut out = poisoned(DType::F32, &[self.q.shape()[0], 4, 24]);
         let mut lse = poisoned(DType::F32, &[self.q.shape()[0], 4]);
@@ -109,6 +111,11 @@ impl Shared {
 
     fn expected(&self, params: &Params<'_>) -> Expected {
         let (qo, table) = self.flat();
+        let levels = self.tables();
+        let joined = PageTable::joined(&levels.iter().map(|(qo, table)| (qo, table)).collect::<Vec<_>>()).unwrap();
+        for r in (0..self.q_lens.len()).filter(|&r| self.q_lens[r] > 0) {
+            assert_eq!(joined.pages(r), table.pages(r), "request {r}");
+        }
         let b = reference::attention::Batch {
             q: self.q.view(),
             qo: &qo,
