@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 #[cfg(target_arch = "x86_64")]
-use super::arch::Amx;
+use super::arch::{Amx, Avx512};
 use super::integers::IntKernel;
 use super::level::{Level, Token};
 use super::pool::Pool;
@@ -82,6 +82,12 @@ impl Cpu {
     #[cfg(target_arch = "x86_64")]
     pub(crate) fn amx(&self) -> Option<Amx> {
         self.token.amx()
+    }
+
+    /// Vectors that add up products of pairs of bf16, where there are no tiles.
+    #[cfg(target_arch = "x86_64")]
+    pub(crate) fn pairs(&self) -> Option<Avx512<true>> {
+        self.token.pairs()
     }
 
     /// Runs `kernel` at this level, on the calling thread.

@@ -116,6 +116,15 @@ impl Token {
         }
     }
 
+    /// Vectors that add up products of pairs of bf16, where the CPU has them and no tiles.
+    #[cfg(target_arch = "x86_64")]
+    pub(crate) fn pairs(self) -> Option<Avx512<true>> {
+        match self {
+            Self::Avx512(v) => v.pairs(),
+            _ => None,
+        }
+    }
+
     /// Runs `kernel`, on sixteen lanes, compiled for this level.
     pub(crate) fn run_ints<K: IntKernel>(self, kernel: K) -> K::Out {
         match self {

@@ -97,11 +97,27 @@ pub(crate) struct Rows<'a, T> {
     len: usize,
 }
 
+impl<'a> Rows<'a, bf16> {
+    /// The same rows, with two numbers in the bits of each; none if a row is odd, or begins where no f32 does.
+    pub(crate) fn pairs(&self) -> Option<Rows<'a, f32>> {
+        let data = bytemuck::try_cast_slice(&self.data[..self.data.len() / 2 * 2]).ok()?;
+        let even = [self.row, self.strides[0], self.strides[1]].iter().all(|n| n.is_multiple_of(2));
+        let strides = self.strides.map(|s| s / 2);
+        even.then_some(Rows { data, inner: self.inner, strides, row: self.row / 2, len: self.len })
+    }
+}
+
 impl<'a, T: Element> Rows<'a, T> {
     pub(crate) fn new(op: &'static str, arg: &'static str, x: TensorRef<'a>) -> Result<Self> {
         let view = x.typed::<T>(op, arg)?;
         let (shape, strides) = three_axes(op, arg, view.layout())?;
         Ok(Self { data: view.data(), inner: shape[1], strides, row: shape[2], len: shape[0] * shape[1] })
+    }
+
+    /// Itself, if its numbers are f32.
+    pub(crate) fn as_f32(&self) -> Option<Rows<'a, f32>> {
+        let data = (T::DTYPE == DType::F32).then(|| bytemuck::cast_slice(self.data))?;
+        Some(Rows { data, inner: self.inner, strides: self.strides, row: self.row, len: self.len })
     }
 
     /// A slice as rows of `row` elements.

@@ -13,8 +13,11 @@ use crate::tensor::{E2M1_VALUES, E2m1x2, E4m3, E5m2, Element, bf16, f16};
 pub(crate) struct Avx2(());
 
 /// Proof that this CPU has AVX-512 F, BW, DQ and VL, and all that [`Avx2`] proves; only `detect` makes one.
+///
+/// With `PAIRS` also AVX-512 BF16: then the factors of [`Vector::fma`], and nothing else, are two numbers of bf16 in every lane, whose products
+/// are both added.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Avx512(());
+pub(crate) struct Avx512<const PAIRS: bool = false>(());
 
 impl Avx2 {
     pub(crate) fn detect() -> Option<Self> {
@@ -43,6 +46,13 @@ impl Avx512 {
         .then_some(Self(()))
     }
 
+    /// The same with sums of pairs, where the CPU has them.
+    pub(crate) fn pairs(self) -> Option<Avx512<true>> {
+        is_x86_feature_detected!("avx512bf16").then_some(Avx512(()))
+    }
+}
+
+impl<const PAIRS: bool> Avx512<PAIRS> {
     /// The lower level, which this one proves.
     pub(crate) fn avx2(self) -> Avx2 {
         Avx2(())
@@ -51,11 +61,15 @@ impl Avx512 {
     /// Runs `kernel` compiled for this level.
     pub(crate) fn run<K: Kernel>(self, kernel: K) -> K::Out {
         #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
-        fn go<K: Kernel>(kernel: K, v: Avx512) -> K::Out {
+        fn go<K: Kernel, V: Vector>(kernel: K, v: V) -> K::Out {
             kernel.run(v)
         }
-        // SAFETY: `self` exists, so `detect` saw these features on this CPU.
-        unsafe { go(kernel, self) }
+        #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
+        fn go_pairs<K: Kernel, V: Vector>(kernel: K, v: V) -> K::Out {
+            kernel.run(v)
+        }
+        // SAFETY: `self` exists, so `detect`, and `pairs` for `PAIRS`, saw these features on this CPU.
+        unsafe { if PAIRS { go_pairs(kernel, self) } else { go(kernel, self) } }
     }
 }
 
@@ -432,7 +446,7 @@ fn sums4_of_128(a: [__m128; 4]) -> [f32; 4] {
     }
 }
 
-impl Vector for Avx512 {
+impl<const PAIRS: bool> Vector for Avx512<PAIRS> {
     const LANES: usize = 16;
     type F = __m512;
     type M = __mmask16;
@@ -573,7 +587,18 @@ impl Vector for Avx512 {
     }
     #[inline(always)]
     fn fma(self, a: __m512, b: __m512, c: __m512) -> __m512 {
-        with!(self, _mm512_fmadd_ps(a, b, c))
+        with!(self, {
+            if PAIRS {
+                // The same bits, as another type.
+                _mm512_dpbf16_ps(
+                    c,
+                    std::mem::transmute::<__m512, __m512bh>(a),
+                    std::mem::transmute::<__m512, __m512bh>(b),
+                )
+            } else {
+                _mm512_fmadd_ps(a, b, c)
+            }
+        })
     }
     #[inline(always)]
     fn max(self, a: __m512, b: __m512) -> __m512 {

@@ -7,7 +7,9 @@
 //! An output's additions always happen in the same order: within a block by lanes, then the lanes' tree, then block by
 //! block. Neither the tile that holds it nor the thread that runs it changes that.
 //!
-//! At the AMX level, products of bf16 go through tiles: see [`tiles`].
+//! At the AMX level, products of bf16 go through tiles: see [`tiles`]. Without it, but with AVX-512 BF16, their rows are taken for
+//! rows of half as many f32, in whose bits are two numbers, and what multiplies and adds does so with both
+//! ([`Avx512`] with `PAIRS`).
 
 mod epilogue;
 mod packed;
@@ -21,13 +23,15 @@ use std::cell::Cell;
 use std::ops::Range;
 
 pub(crate) use self::epilogue::Epilogue;
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::arch::Avx512;
 use crate::cpu::arch::aligned;
 use crate::cpu::exec::Cpu;
 use crate::cpu::pool::RowsMut;
 use crate::cpu::rows::{Rows, widen, with_float};
 use crate::cpu::vector::{Kernel, Lane, Vector};
 use crate::error::Result;
-use crate::tensor::{DType, TensorMut, TensorRef};
+use crate::tensor::{DType, TensorMut, TensorRef, bf16};
 
 /// Weight rows per unit of work: 256 KB of f32 with [`DEPTH`], in the second-level cache beside what else is there.
 const PANEL: usize = 64;
@@ -77,16 +81,85 @@ pub(crate) fn products(cpu: &Cpu, op: &'static str, mut list: Vec<Product<'_>>) 
     if let (Some(amx), (DType::BF16, DType::BF16)) = (cpu.amx(), (x, w)) {
         return with_float!(op, "out", out, O => tiles::products::<O>(cpu, amx, op, list));
     }
+    #[cfg(target_arch = "x86_64")]
+    if let (Some(pairs), (DType::BF16, DType::BF16)) = (cpu.pairs(), (x, w)) {
+        return with_float!(op, "out", out, O => {
+            // Whether they are depends on the operands' layouts, never on the number of rows.
+            match list.iter().map(pairs_of).collect::<Option<Vec<_>>>() {
+                Some(rows) => {
+                    let sides = list.into_iter().zip(rows).map(|(p, (x, w))| {
+                        Ok(Sides { x, w, out: RowsMut::<O>::new(op, "out", p.out)?, then: p.then })
+                    });
+                    dots_of(cpu, &pairs, sides.collect::<Result<_>>()?);
+                    Ok(())
+                }
+                None => by_level::<bf16, bf16, O>(cpu, op, list),
+            }
+        });
+    }
     with_float!(op, "x", x, X => with_float!(op, "w", w, W => with_float!(op, "out", out, O => {
-        dots_of::<X, W, O>(cpu, op, list)
+        by_level::<X, W, O>(cpu, op, list)
     })))
 }
 
-fn dots_of<X: Lane, W: Lane, O: Lane>(cpu: &Cpu, op: &'static str, list: Vec<Product<'_>>) -> Result<()> {
+/// Both sides of a product of bf16 as rows of pairs, if they are even.
+#[cfg(target_arch = "x86_64")]
+fn pairs_of<'a>(p: &Product<'a>) -> Option<(Rows<'a, f32>, Rows<'a, f32>)> {
+    let rows = |x: TensorRef<'a>| Rows::<bf16>::new("gemm", "x", x).ok()?.pairs();
+    Some((rows(p.x)?, rows(p.w)?))
+}
+
+/// One product of a launch, as rows.
+struct Sides<'a, X, W, O> {
+    x: Rows<'a, X>,
+    w: Rows<'a, W>,
+    out: RowsMut<'a, O>,
+    then: Epilogue<'a>,
+}
+
+impl<X: Lane, W, O> Sides<'_, X, W, O> {
+    /// Multiplications, or as many as a usize holds.
+    fn work(&self) -> usize
+    where
+        W: Lane,
+    {
+        self.x.len().saturating_mul(self.x.row_len()).saturating_mul(self.w.len())
+    }
+}
+
+/// What runs the kernels that multiply and add.
+trait Runs: Sync {
+    fn run<K: Kernel>(&self, kernel: K) -> K::Out;
+}
+
+impl Runs for Cpu {
+    fn run<K: Kernel>(&self, kernel: K) -> K::Out {
+        Cpu::run(self, kernel)
+    }
+}
+
+/// Rows of pairs, as if they were of f32.
+#[cfg(target_arch = "x86_64")]
+impl Runs for Avx512<true> {
+    fn run<K: Kernel>(&self, kernel: K) -> K::Out {
+        Avx512::run(*self, kernel)
+    }
+}
+
+fn by_level<X: Lane, W: Lane, O: Lane>(cpu: &Cpu, op: &'static str, list: Vec<Product<'_>>) -> Result<()> {
+    let sides = list.into_iter().map(|p| {
+        let (x, w) = (Rows::<X>::new(op, "x", p.x)?, Rows::<W>::new(op, "w", p.w)?);
+        Ok(Sides { x, w, out: RowsMut::<O>::new(op, "out", p.out)?, then: p.then })
+    });
+    dots_of(cpu, cpu, sides.collect::<Result<_>>()?);
+    Ok(())
+}
+
+fn dots_of<X: Lane, W: Lane, O: Lane>(cpu: &Cpu, by: &impl Runs, list: Vec<Sides<'_, X, W, O>>) {
     // Below 64k products, a few microseconds, waking the pool is not worth it.
     let alone = list.iter().fold(0usize, |sum, p| sum.saturating_add(p.work())) < 64 << 10;
-    let is_packed = |p: &Product<'_>| p.x.shape()[0] > packed::FEW;
-    let copy_len = |p: &Product<'_>| match (p.x.shape()[0], p.x.shape()[1]) {
+    let is_packed = |p: &Sides<'_, X, W, O>| p.x.len() > packed::FEW;
+    let copy_len = |p: &Sides<'_, X, W, O>| match (p.x.len(), p.x.row_len()) {
         (m, k) if is_packed(p) => m.next_multiple_of(packed::ROWS) * packed::row_len(k),
         (m, k) if X::DTYPE != DType::F32 => m * k,
         _ => 0,
@@ -95,7 +168,7 @@ fn dots_of<X: Lane, W: Lane, O: Lane>(cpu: &Cpu, op: &'static str, list: Vec<Pro
     let copies = aligned(&mut buffer, list.iter().map(copy_len).sum());
     let (mut packs, mut rest) = (vec![], &mut *copies);
     for p in &list {
-        let x = Rows::<X>::new(op, "x", p.x)?;
+        let x = p.x;
         let (mine, others) = rest.split_at_mut(copy_len(p));
         rest = others;
         if is_packed(p) {
@@ -111,23 +184,20 @@ fn dots_of<X: Lane, W: Lane, O: Lane>(cpu: &Cpu, op: &'static str, list: Vec<Pro
         cpu.pool().scatter(packs, |pack| cpu.run(pack));
     }
 
-    let panel = |p: &Product<'_>| if is_packed(p) { packed::PANEL } else { PANEL };
-    let panels: usize = list.iter().map(|p| p.w.shape()[0].div_ceil(panel(p))).sum();
+    let panel = |p: &Sides<'_, X, W, O>| if is_packed(p) { packed::PANEL } else { PANEL };
+    let panels: usize = list.iter().map(|p| p.w.len().div_ceil(panel(p))).sum();
     let (mut units, mut rest) = (vec![], &*copies);
     for p in list {
         let (mine, others) = rest.split_at(copy_len(&p));
         rest = others;
-        let (m, k, n, panel) = (p.x.shape()[0], p.x.shape()[1], p.out.shape()[1], panel(&p));
+        let (m, k, n, panel) = (p.x.len(), p.x.row_len(), p.out.row_len(), panel(&p));
         // Two units per worker; when there are too few panels for that, their rows are cut too. Never into fewer than
         // 54: every cut packs all weights.
         let cuts = (2 * cpu.workers()).div_ceil(panels.max(1)).min(m / (3 * packed::ROWS)).max(1);
         let each = m.div_ceil(cuts).next_multiple_of(packed::ROWS);
-        let whole = match X::DTYPE {
-            _ if is_packed(&p) => None,
-            DType::F32 => Some(Rows::<f32>::new(op, "x", p.x)?),
-            _ => Some(Rows::packed_as(mine, m, k)),
-        };
-        let (w, out, then) = (Rows::<W>::new(op, "w", p.w)?, RowsMut::<O>::new(op, "out", p.out)?, p.then);
+        let whole =
+            if is_packed(&p) { None } else { Some(p.x.as_f32().unwrap_or_else(|| Rows::packed_as(mine, m, k))) };
+        let Sides { w, out, then, .. } = p;
         for rows in out.cut((0..m).step_by(each).map(|at| each.min(m - at))) {
             let x = match whole {
                 Some(rows) => Operand::Rows(rows),
@@ -138,12 +208,11 @@ fn dots_of<X: Lane, W: Lane, O: Lane>(cpu: &Cpu, op: &'static str, list: Vec<Pro
         }
     }
     if alone {
-        units.into_iter().for_each(|u| u.run(cpu));
+        units.into_iter().for_each(|u| u.run(cpu, by));
     } else {
-        cpu.pool().scatter(units, |u| u.run(cpu));
+        cpu.pool().scatter(units, |u| u.run(cpu, by));
     }
     COPIES.set(buffer);
-    Ok(())
 }
 
 /// The left side of a unit.
@@ -168,7 +237,7 @@ struct Unit<'a, W, O> {
 }
 
 impl<W: Lane, O: Lane> Unit<'_, W, O> {
-    fn run(self, cpu: &Cpu) {
+    fn run(self, cpu: &Cpu, by: &impl Runs) {
         let Self { x, w, k, n, first, mut out, then } = self;
         let mut scratch = SCRATCH.take();
         let (rows, width) = (out.range().len(), out.row_len());
@@ -182,8 +251,8 @@ impl<W: Lane, O: Lane> Unit<'_, W, O> {
         for half in 0..then.rows() {
             let (first, sums) = (half * n + first, &mut sums[half * size..][..size]);
             match x {
-                Operand::Rows(x) => cpu.run(Panel { x, w, first, width, sums }),
-                Operand::Packed(x) => cpu.run(packed::Panel { x, rows, w, first, width, sums, panel }),
+                Operand::Rows(x) => by.run(Panel { x, w, first, width, sums }),
+                Operand::Packed(x) => by.run(packed::Panel { x, rows, w, first, width, sums, panel }),
             }
         }
         cpu.run(Write { sums, first, out: &mut out, then });
