@@ -3,7 +3,7 @@
 //! | language, binding | built by | called in |
 //! |---|---|---|
 //! | python, triton, tilelang | the user's Python | its worker |
-//! | cuda, `fir` | NVRTC, with `launch.json` beside the kernel | the Python worker, on a GPU |
+//! | cuda, `fir` | NVRTC, with `launch.json` beside the kernel | the native worker, on a GPU |
 //! | cpp or cuda, `torch` or `tvm-ffi` (also none) | the user's Python | its worker |
 //! | cpp, `fir` | `c++` | the native worker, through `fir_bench.h` |
 //! | rust | `rustc`, or cargo where there is a `Cargo.toml` | the native worker, through `fir_bench.rs` |
@@ -44,7 +44,7 @@ fn kind(solution: &Solution) -> (&'static str, Caller) {
         (Language::Fir, _) => ("fir", Caller::Native),
         (Language::Rust, _) => ("library", Caller::Native),
         (Language::Cpp, Some("fir")) => ("library", Caller::Native),
-        (Language::Cuda, Some("fir")) => ("nvrtc", Caller::Python),
+        (Language::Cuda, Some("fir")) => ("nvrtc", Caller::Native),
         (Language::Cpp | Language::Cuda, Some("torch")) => ("torch", Caller::Python),
         (Language::Cpp | Language::Cuda, _) => ("tvm-ffi", Caller::Python),
         (Language::Python | Language::Triton | Language::TileLang, _) => ("python", Caller::Python),
@@ -75,9 +75,6 @@ pub(crate) fn build(definition: &Definition, solution: &Solution, device: &str) 
     }
     if kind == "library" && device != "cpu" {
         return Err(fail(format!("compiled code is called with host memory, not on {device}")));
-    }
-    if kind == "nvrtc" && !solution.destination_passing() {
-        return Err(fail("a kernel takes its outputs as arguments: `destination_passing_style` must be true".into()));
     }
     let folder = if kind == "fir" { PathBuf::new() } else { prepared(solution, kind)? };
     let params = solution.sources().iter().find(|s| s.path == solution.entry_file()).map(|s| s.content.as_str());

@@ -45,20 +45,19 @@ impl Tool {
     }
 }
 
-/// Runs a solution of the user's Python once on a workload under a profiler, and returns what that printed.
+/// Runs a solution once on a workload under a profiler, in a worker of the user's Python or of the command `native`, and returns what
+/// that printed.
+#[expect(clippy::too_many_arguments, reason = "what runs, and on what")]
 pub fn profile(
     tool: &Tool,
     python: &Path,
+    native: &[OsString],
     device: &str,
     root: &Path,
     definition: &Definition,
     solution: &Solution,
     workload: &Workload,
 ) -> Result<String> {
-    if build::caller(solution) != Caller::Python {
-        let why = format!("`{}` is called natively, and profilers of GPUs see nothing of it", solution.name());
-        return Err(Error::refused("profile", why));
-    }
     let session = Session::new()?;
     let inputs = make_inputs(root, definition, workload, &mut Rng::new(0, workload.uuid()))?;
     let specs = session.write(&inputs)?;
@@ -71,7 +70,12 @@ pub fn profile(
     fs::write(&questions, both.to_string()).map_err(Error::io(&questions))?;
     let words = tool.words()?;
     let (program, args) = words.split_first().ok_or_else(|| Error::refused("profile", "no command was given"))?;
-    let output = Command::new(program).args(args).arg(python).arg(script(&session)?).arg(&questions).output();
+    let mut command = Command::new(program);
+    match build::caller(solution) {
+        Caller::Python => command.args(args).arg(python).arg(script(&session)?),
+        Caller::Native => command.args(args).args(native),
+    };
+    let output = command.arg(&questions).output();
     let output =
         output.map_err(|e| Error::refused("profile", format!("{} cannot be started: {e}", program.display())))?;
     let text = [output.stdout, output.stderr].map(|b| String::from_utf8_lossy(&b).into_owned()).concat();

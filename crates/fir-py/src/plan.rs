@@ -17,7 +17,7 @@ use pyo3::types::{PyDict, PyInt};
 
 use crate::error::to_py;
 use crate::ops::run;
-use crate::tensor::{Arg, exec_of, prepare, torch_dtype};
+use crate::tensor::{Arg, exec_at, exec_of, prepare, torch_dtype};
 use crate::values::{Cut, KvOrder, host_i32, ragged};
 use crate::variant::Variant;
 
@@ -513,8 +513,9 @@ impl Shared {
         let levels: Vec<_> =
             qo.iter().zip(&tables).map(|(qo, t)| CascadeLevel { qo, kv_lens: t.table.lens() }).collect();
         let pays = attention::CascadePlan::pays(exec, &problem, &levels).map_err(to_py)?;
-        // Cuts that do not depend on the batch stay where they are.
+        // Cuts that do not depend on the batch stay where they are; a single level is flat already.
         if !pays
+            && levels.len() > 1
             && split == Split::Balanced
             && let Some(flat) = Self::flat(exec, &problem, page_size, given, &qo)?
         {
@@ -533,11 +534,13 @@ impl Shared {
         given: &[PagedLevel<'_>],
         qo: &[Ragged],
     ) -> PyResult<Option<Self>> {
-        let Ok(cpu) = Exec::cpu() else { return Ok(None) };
+        let cpu = exec_at(Place::Host)?;
         let mut tables = vec![];
         for (_, indptr, indices, last) in given {
             let on_host = indices.extract::<Arg>()?.place()? == Place::Host;
-            let indices = if on_host { indices.clone() } else { indices.call_method0("cpu")? };
+            // Other libraries than torch have other words for it.
+            let copy = || indices.call_method0("cpu").ok();
+            let Some(indices) = (if on_host { Some(indices.clone()) } else { copy() }) else { return Ok(None) };
             tables.push(Table::new(&cpu, page_size, indptr, &indices, last, Lens::LastPage, None)?);
         }
         let levels: Vec<_> = qo.iter().zip(&tables).map(|(qo, t)| (qo, &t.table)).collect();

@@ -425,7 +425,6 @@ __global__ void __launch_bounds__(kThreads, kResident ? kBlocks : 2) renorm(cons
   write_row(
       row, out, [=](float x) { return x < cutoff ? 0.f : x * inverse; },
       [=](u32 u) { return least != kNever && unit_sums(dynamic_smem())[u].max < least; }, 0.f);
-  ex.meet();
   cluster_sync(); // others may still read this block's bins
 }
 

@@ -147,6 +147,7 @@ struct Search {
     const i32 key = search.run<kMass, kLocal>(own, exchange, lo, hi, target, base, beyond);
     phase = search.phase;
     ex.phase = exchange.phase;
+    ex.alone = exchange.alone;
     return key;
   }
 

@@ -149,7 +149,6 @@ __global__ void __launch_bounds__(kThreads, kResident ? kBlocks : 2) top_k(const
   if (!p.sorted) return;
 
   // By falling value and rising place. kPlain only, so that indices are places.
-  ex.meet();
   cluster_sync();
   auto index_at = [&](u32 slot) -> i64 {
     return p.wide ? static_cast<i64*>(p.indices)[r * p.indices_stride + slot]

@@ -17,8 +17,8 @@ pub const FIR_CPU_THREADS: &str = "FIR_CPU_THREADS";
 /// NVRTC's library, or the folder it is in. Default: the one found in the CUDA toolkit, in Python's `nvidia` packages or on
 /// the loader's path.
 pub const FIR_NVRTC: &str = "FIR_NVRTC";
-/// `1`: kernels for `compute-sanitizer --tool racecheck`, in which every lane of a warp tells a barrier of its own accesses. The tool does not
-/// see that one lane does it for all of them, who wait for each other first. Slower; default: off.
+/// `1`: kernels for `compute-sanitizer --tool racecheck`, in which every lane of a warp tells a barrier of what it read or wrote by itself. The
+/// tool does not see that one lane does it for all of them, who wait for each other first. Slower; default: off.
 pub const FIR_RACECHECK: &str = "FIR_RACECHECK";
 /// `1`: tests that need a GPU fail instead of skipping.
 pub const FIR_REQUIRE_GPU: &str = "FIR_REQUIRE_GPU";

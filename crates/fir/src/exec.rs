@@ -9,6 +9,7 @@ pub use crate::cuda::{
     dry::Launch,
     exec::Gpu,
     jit::Arch,
+    own::{KernelArg, LaunchSize, OwnKernel},
 };
 use crate::error::Result;
 pub use crate::overrides::{Call, Override};

@@ -45,6 +45,10 @@ impl Target {
     /// In words, and whether these ratios reach it; `None` when it cannot be told.
     fn verdict(self, share: Option<f64>, times: Option<f64>) -> (String, Option<bool>) {
         match self {
+            // A CPU without tiles: what torch does there is the measure.
+            Self::AmxBf16(_) | Self::AmxInt8(_) if share.is_none() => {
+                ("1 × torch, as there is no AMX".into(), times.map(|times| times >= 1.0))
+            }
             Self::Read(want) | Self::Copy(want) | Self::AmxBf16(want) | Self::AmxInt8(want) => (
                 format!("{:.0} % of {}", 100.0 * want, self.ceiling().0.replace('_', " ")),
                 share.map(|share| share >= want),
@@ -152,7 +156,10 @@ pub(crate) fn run(filter: Option<&str>, quick: bool, update: bool) -> Result<()>
             bench::machine()?,
             theirs.map_or(String::new(), |side| format!(", torch {}", side.version)),
         );
-        bench::write_section("against torch", &format!("{how}\n\n{INTRODUCTION}\n{}", table(&rows)))?;
+        bench::write_section(
+            &format!("against torch: {}", bench::machine()?),
+            &format!("{how}\n\n{INTRODUCTION}\n{}", table(&rows)),
+        )?;
     }
     Ok(())
 }

@@ -29,7 +29,7 @@ pub(crate) fn jit() -> Result<Step> {
     let folder = fs::canonicalize(install()?)?;
     // Apart from the user's cache: a lane must not find what another version of it left.
     let cache = std::env::current_dir()?.join("target/jit-cache");
-    Ok(cargo("test --workspace --all-features --test it jit:: -- --nocapture")
+    Ok(cargo("test --workspace --all-features --test it --test bench_it -- --nocapture jit:: kernels_are_compiled")
         .env("FIR_REQUIRE_NVRTC", "1")
         .env("FIR_NVRTC", &folder.to_string_lossy())
         .env("FIR_CACHE_DIR", &cache.to_string_lossy()))

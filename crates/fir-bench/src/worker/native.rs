@@ -1,4 +1,4 @@
-//! The native worker: compiled solutions, on CPU tensors, and the kernel library's operators, on those of a GPU too.
+//! The native worker: compiled solutions, on CPU tensors; CUDA kernels, on a GPU's; and the kernel library's operators, on either.
 //!
 //! It answers the questions of `worker.py`, with the same rules: inputs at new places with other numbers for every call,
 //! outputs poisoned before it and looked at again after it, caches cold.
@@ -10,8 +10,10 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use fir::Exec;
 use serde_json::{Value, json};
 
+use super::kernel::Kernel;
 use crate::array::{Array, Roll};
 use crate::build::{Arg, Library};
 use crate::error::{Error, Result};
@@ -19,8 +21,18 @@ use crate::inputs::Ready;
 use crate::ops::{Operator, Prepared};
 use crate::schema::DType;
 
-/// Serves a benchmark over the socket at `path` until it closes.
+/// Serves a benchmark over the socket at `path` until it closes; or answers the questions of a file, `*.json`, on standard output.
 pub fn serve_native(path: &Path) -> Result<()> {
+    if path.extension().is_some_and(|e| e == "json") {
+        let text = fs::read_to_string(path).map_err(Error::io(path))?;
+        let questions: Vec<Value> = serde_json::from_str(&text).map_err(|e| refuse(e.to_string()))?;
+        let mut worker = Native::default();
+        for question in questions {
+            let answer = worker.answer(&question)?;
+            writeln!(std::io::stdout(), "{answer}").map_err(Error::io(path))?;
+        }
+        return Ok(());
+    }
     let stream = UnixStream::connect(path).map_err(Error::io(path))?;
     let mut to = stream.try_clone().map_err(Error::io(path))?;
     let mut worker = Native::default();
@@ -44,6 +56,7 @@ enum Code {
     None,
     Library(Library),
     Fir(Box<Operator>),
+    Kernel(Box<Kernel>),
 }
 
 #[derive(Default)]
@@ -51,15 +64,15 @@ struct Native {
     code: Code,
 }
 
-fn refuse(why: impl Into<String>) -> Error {
+pub(super) fn refuse(why: impl Into<String>) -> Error {
     Error::refused("worker", why)
 }
 
-fn text<'a>(value: &'a Value, field: &str) -> Result<&'a str> {
+pub(super) fn text<'a>(value: &'a Value, field: &str) -> Result<&'a str> {
     value[field].as_str().ok_or_else(|| refuse(format!("`{field}` is missing")))
 }
 
-fn list<'a>(value: &'a Value, field: &str) -> Result<&'a Vec<Value>> {
+pub(super) fn list<'a>(value: &'a Value, field: &str) -> Result<&'a Vec<Value>> {
     value[field].as_array().ok_or_else(|| refuse(format!("`{field}` is missing")))
 }
 
@@ -127,6 +140,7 @@ impl Native {
             "fir" => {
                 Code::Fir(Box::new(Operator::new(text(q, "entry_symbol")?, text(q, "params")?, text(q, "device")?)?))
             }
+            "nvrtc" => Code::Kernel(Box::new(Kernel::new(q)?)),
             _ => Code::Library(Library::open(Path::new(text(q, "library")?), text(q, "entry_symbol")?)?),
         };
         Ok(json!({}))
@@ -159,6 +173,7 @@ impl Native {
                 library.call(&args.iter_mut().chain(outs).map(arg).collect::<Vec<_>>())
             }
             (Code::Fir(_), Some(prepared)) => prepared.run(names, args, outs),
+            (Code::Kernel(kernel), _) => kernel.run(names, args, outs),
             _ => Err(refuse("nothing was built")),
         }
     }
@@ -174,14 +189,14 @@ impl Native {
         cold: &mut [u8],
         back: bool,
     ) -> Result<f64> {
-        let Some((fir::Exec::Cuda(gpu), stream)) = self.stream() else {
+        let Some((Exec::Cuda(gpu), stream)) = self.stream() else {
             cold.iter_mut().for_each(|b| *b = b.wrapping_add(1));
             black_box(&mut *cold);
             let begin = Instant::now();
             self.call(prepared, names, args, outs)?;
             return Ok(begin.elapsed().as_secs_f64() * 1e3);
         };
-        let exec = fir::Exec::Cuda(gpu.clone());
+        let exec = Exec::Cuda(gpu.clone());
         // Numbers, and a sampler's for each row, are arguments and not tensors.
         let input = |(name, a): (&&str, &Array)| {
             let here = a.shape().is_empty() || matches!(*name, "top_k" | "top_p");
@@ -204,14 +219,26 @@ impl Native {
         Ok(f64::from(end.since(&begin)?))
     }
 
-    /// The executor and its stream, of an operator on a GPU.
-    fn stream(&self) -> Option<(&fir::Exec, &fir::exec::Stream)> {
-        let Code::Fir(operator) = &self.code else { return None };
-        let fir::Exec::Cuda(gpu) = &operator.exec else { return None };
-        Some((&operator.exec, gpu.stream()?))
+    /// The executor and its stream, of code on a GPU.
+    fn stream(&self) -> Option<(&Exec, &fir::exec::Stream)> {
+        let exec = match &self.code {
+            Code::Fir(operator) => &operator.exec,
+            Code::Kernel(kernel) => kernel.exec()?,
+            _ => return None,
+        };
+        let Exec::Cuda(gpu) = exec else { return None };
+        Some((exec, gpu.stream()?))
+    }
+
+    /// Takes what a request says of the launch.
+    fn set_launch(&mut self, q: &Value) {
+        if let Code::Kernel(kernel) = &mut self.code {
+            kernel.set_launch(&q["launch"]);
+        }
     }
 
     fn run(&mut self, q: &Value) -> Result<Value> {
+        self.set_launch(q);
         let bases = list(q, "inputs")?.iter().map(load).collect::<Result<Vec<_>>>()?;
         let specs = list(q, "outputs")?;
         let names: Vec<&str> = bases.iter().map(|b| b.name.as_str()).collect();
@@ -226,6 +253,7 @@ impl Native {
     }
 
     fn time(&mut self, q: &Value) -> Result<Value> {
+        self.set_launch(q);
         let bases = list(q, "inputs")?.iter().map(load).collect::<Result<Vec<_>>>()?;
         let specs = list(q, "outputs")?;
         let names: Vec<&str> = bases.iter().map(|b| b.name.as_str()).collect();

@@ -9,8 +9,6 @@ of an import, and what one does to torch no other sees. A worker talks JSON line
     {"op": "info"}
 """
 
-import ctypes
-import glob
 import importlib
 import inspect
 import json
@@ -89,92 +87,10 @@ def described(tensors):
     return [{"shape": list(t.shape), "dtype": _NAMES.get(t.dtype, str(t.dtype))} for t in tensors]
 
 
-class Nvrtc:
-    """A CUDA kernel, compiled and launched without a toolkit; sizes of the launch come with each request."""
-
-    def __init__(self, source, symbol, flags, capability):
-        self.nvrtc = ctypes.CDLL(self.library())
-        program, options = ctypes.c_void_p(), [f"--gpu-architecture=sm_{capability}", "--std=c++17", *flags]
-        self.check(self.nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"solution.cu", 0, None, None))
-        self.check(self.nvrtc.nvrtcAddNameExpression(program, symbol.encode()))
-        array = (ctypes.c_char_p * len(options))(*[o.encode() for o in options])
-        failed = self.nvrtc.nvrtcCompileProgram(program, len(options), array)
-        size = ctypes.c_size_t()
-        self.nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-        log = ctypes.create_string_buffer(size.value + 1)
-        self.nvrtc.nvrtcGetProgramLog(program, log)
-        if failed:
-            raise BuildError(log.value.decode(errors="replace"))
-        name = ctypes.c_char_p()
-        self.check(self.nvrtc.nvrtcGetLoweredName(program, symbol.encode(), ctypes.byref(name)))
-        self.name = name.value
-        self.check(self.nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)))
-        self.cubin = ctypes.create_string_buffer(size.value)
-        self.check(self.nvrtc.nvrtcGetCUBIN(program, self.cubin))
-        self.function = None
-
-    @staticmethod
-    def library():
-        """The compiler: where FIR_NVRTC says, beside torch, or in the toolkit."""
-        packages, given = os.path.dirname(os.path.dirname(torch.__file__)), os.environ.get("FIR_NVRTC", "")
-        if os.path.isfile(given):
-            given = os.path.dirname(given)
-        folders = [given] if given else []
-        folders += sorted(glob.glob(os.path.join(packages, "nvidia", "*", "lib"))) + sorted(glob.glob("/usr/local/cuda*/lib64"))
-        for folder in folders:
-            found = sorted(glob.glob(os.path.join(folder, "libnvrtc.so.1*")))
-            if found:
-                # It looks for its builtins on the loader's path only; once loaded, they are found.
-                for builtins in sorted(glob.glob(os.path.join(folder, "libnvrtc-builtins.so*")))[:1]:
-                    ctypes.CDLL(builtins, mode=ctypes.RTLD_GLOBAL)
-                return found[0]
-        raise BuildError("libnvrtc was not found by FIR_NVRTC, beside torch, or under /usr/local/cuda")
-
-    def check(self, code):
-        if code:
-            self.nvrtc.nvrtcGetErrorString.restype = ctypes.c_char_p
-            raise BuildError(f"nvrtc: {self.nvrtc.nvrtcGetErrorString(code).decode()}")
-
-    def load(self):
-        torch.cuda.init()
-        torch.zeros(1, device="cuda")
-        self.cuda = ctypes.CDLL("libcuda.so.1")
-        module, function = ctypes.c_void_p(), ctypes.c_void_p()
-        code = self.cuda.cuModuleLoadData(ctypes.byref(module), self.cubin)
-        code = code or self.cuda.cuModuleGetFunction(ctypes.byref(function), module, self.name)
-        if code:
-            raise RuntimeError(f"cuModuleLoadData: error {code}")
-        self.function = function
-
-    def __call__(self, launch, tensors):
-        if self.function is None:
-            self.load()
-        values = []
-        for arg in launch["args"]:
-            if "tensor" in arg:
-                t = tensors[arg["tensor"]]
-                if isinstance(t, torch.Tensor):
-                    values.append(ctypes.c_void_p(t.data_ptr()))
-                else:
-                    values.append(ctypes.c_int32(t) if isinstance(t, int) else ctypes.c_float(t))
-            else:
-                kind = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "f32": ctypes.c_float}[arg["type"]]
-                values.append(kind(arg["value"]))
-        pointers = (ctypes.c_void_p * len(values))(*[ctypes.cast(ctypes.pointer(v), ctypes.c_void_p) for v in values])
-        shared = launch["shared"]
-        if shared > 48 * 1024:
-            self.cuda.cuFuncSetAttribute(self.function, 8, shared)
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        code = self.cuda.cuLaunchKernel(self.function, *launch["grid"], *launch["block"], shared, stream, pointers, None)
-        if code:
-            raise RuntimeError(f"cuLaunchKernel: error {code}")
-
-
 class Worker:
     def __init__(self):
         self.fn = self.plan = None
         self.device = torch.device("cpu")
-        self.launch = None
 
     def build(self, q):
         self.device, self.style = torch.device(q["device"]), q["style"]
@@ -184,16 +100,6 @@ class Worker:
         self.input_names, self.output_names = q["input_names"], q["output_names"]
         kind, symbol = q["kind"], q["entry_symbol"]
         path = os.path.join(q["folder"], q["entry_file"])
-        if kind == "nvrtc":
-            if torch.cuda.is_available():
-                major, minor = torch.cuda.get_device_capability()
-            else:
-                major, minor = 9, 0
-            flags = [*q["flags"], *(f"-I{p}" for p in [q["folder"], *q["include_paths"]])]
-            kernel = Nvrtc(open(path).read(), symbol, flags, f"{major}{minor}{'a' if major >= 9 else ''}")
-            names = self.input_names + self.output_names
-            self.fn = lambda *args: kernel(self.launch, dict(zip(names, args)))
-            return {}
         if kind == "torch":
             from torch.utils import cpp_extension
             sources = [os.path.join(q["folder"], s) for s in q["sources"] if s.endswith((".cu", ".cpp", ".cc", ".cxx", ".c"))]
@@ -279,7 +185,7 @@ class Worker:
             torch.cuda.synchronize()
 
     def run(self, q):
-        self.specs, self.launch = q["outputs"], q.get("launch")
+        self.specs = q["outputs"]
         bases = [load(s, self.device) for s in q["inputs"]]
         args = copies(bases)
         for b, spec, to in zip(bases, q["inputs"], args):
@@ -296,7 +202,7 @@ class Worker:
         return {"outputs": described(results), "edited": self.edited(args, originals), "ms": ms}
 
     def time(self, q):
-        self.specs, self.launch = q["outputs"], q.get("launch")
+        self.specs = q["outputs"]
         on_gpu = self.device.type == "cuda"
         bases = [load(s, self.device) for s in q["inputs"]]
         fn = self.planned(bases, q["inputs"])

@@ -297,13 +297,17 @@ fn a_profiler_runs_one_call() {
     let Some(config) = support::quick() else { return };
     let set = set("profiled", &[("one", "def run(x, factor):\n    print('it ran')\n    return x * factor\n")]);
     let (d, s) = (set.definition("scale_h8").unwrap(), set.solution("one").unwrap());
-    let run = |tool: Tool| profile(&tool, &config.python, "cpu", set.root(), d, s, &workload(4, "w"));
+    let run = |tool: Tool| profile(&tool, &config.python, &config.native, "cpu", set.root(), d, s, &workload(4, "w"));
     let said = run(Tool::Command(vec!["env".into(), "A=1".into()])).unwrap();
     assert!(said.contains("it ran"), "{said}");
+    let (tool, native) = (Tool::Command(vec!["env".into(), "A=1".into()]), crate::builders::in_rust("native"));
+    let said =
+        profile(&tool, &config.python, &config.native, "cpu", set.root(), d, &native, &workload(4, "w")).unwrap();
+    assert!(said.contains("\"outputs\":[{\"shape\":[4,8]"), "{said}");
     let wrong = run(Tool::Sanitizer("all".into())).unwrap_err().to_string();
     assert!(wrong.contains("\"all\" is not memcheck"), "{wrong}");
     let Ok(device) = std::env::var("FIR_BENCH_DEVICE") else { return };
-    let run = |tool: Tool| profile(&tool, &config.python, &device, set.root(), d, s, &workload(4, "w"));
+    let run = |tool: Tool| profile(&tool, &config.python, &config.native, &device, set.root(), d, s, &workload(4, "w"));
     let said = run(Tool::Sanitizer("memcheck".into())).unwrap();
     assert!(said.contains("ERROR SUMMARY: 0 errors"), "{said}");
     // Counters are not everybody's to read: where they are, there is a table of each kernel.

@@ -254,7 +254,7 @@ pub(crate) fn run(options: &Options, out: &mut impl Write) -> Result<bool> {
                 "ncu" => Tool::Ncu(Vec::new()),
                 other => Tool::Sanitizer(other.to_owned()),
             };
-            let text = profile(&tool, &python_of(python), device, set.root(), definition, solution, found)?;
+            let text = profile(&tool, &python_of(python), &native()?, device, set.root(), definition, solution, found)?;
             write!(out, "{text}")?;
             Ok(true)
         }
@@ -281,10 +281,15 @@ fn check(folder: &Path, json: bool, out: &mut impl Write) -> Result<bool> {
     Ok(!report.findings.iter().any(|f| f.severity == Severity::Error))
 }
 
+/// The command of a native worker: this program's.
+fn native() -> Result<Vec<std::ffi::OsString>> {
+    let this = std::env::current_exe().context("this program's own path")?;
+    Ok(vec![this.into(), "trace".into(), "worker".into()])
+}
+
 fn bench(options: &Run, out: &mut impl Write) -> Result<bool> {
     let mut set = TraceSet::load(folder(&options.folder))?;
-    let this = std::env::current_exe().context("this program's own path")?;
-    let mut config = Config::new(python_of(&options.python), vec![this.into(), "trace".into(), "worker".into()]);
+    let mut config = Config::new(python_of(&options.python), native()?);
     let some = |list: &[String]| (!list.is_empty()).then(|| list.to_vec());
     config.device = options.device.clone();
     config.isolated = options.isolated;

@@ -16,8 +16,7 @@
 
 namespace fir {
 
-/// Warp 0. A unit's place among four is free when q of the unit two before it has been asked for: that waited for the end of the
-/// one that had it.
+/// Warp 0. A unit's place among four is free when every warp that reads it has said so.
 template <class C>
 __device__ __forceinline__ void bring_units(const Sm90Params<typename C::Variant>& all, const Sm90Pipe<C>& pipe, unsigned char* shared) {
   const auto& p = all.common;

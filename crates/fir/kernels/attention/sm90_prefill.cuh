@@ -50,7 +50,7 @@ __device__ __forceinline__ void consume(const Sm90Params<typename C::Variant>& a
   using V = typename C::Variant;
   using S = Sm90State<C>;
   const AttentionParams<V>& p = all.common;
-  const int thread = threadIdx.x - 128, warp = (thread >> 5) & 3, lane = thread & 31;
+  const int thread = threadIdx.x - 128, warp = (thread >> 5) & 3;
   const int first_row = group * 64 + warp * 16;
   const Sm90Unit* units = reinterpret_cast<const Sm90Unit*>(shared + C::kUnits);
   const RowContext* all_contexts = reinterpret_cast<const RowContext*>(shared + C::kRowContexts) + first_row;

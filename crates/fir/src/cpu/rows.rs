@@ -97,11 +97,15 @@ pub(crate) struct Rows<'a, T> {
     len: usize,
 }
 
+#[cfg(target_arch = "x86_64")]
 impl<'a> Rows<'a, bf16> {
     /// The same rows, with two numbers in the bits of each; none if a row is odd, or begins where no f32 does.
     pub(crate) fn pairs(&self) -> Option<Rows<'a, f32>> {
         let data = bytemuck::try_cast_slice(&self.data[..self.data.len() / 2 * 2]).ok()?;
-        let even = [self.row, self.strides[0], self.strides[1]].iter().all(|n| n.is_multiple_of(2));
+        // Strides of axes of one entry say nothing: a row alone must pair where it does among others.
+        let [outer, inner] = [self.len > self.inner, self.inner > 1];
+        let even = |used: bool, n: usize| !used || n.is_multiple_of(2);
+        let even = even(true, self.row) && even(outer, self.strides[0]) && even(inner, self.strides[1]);
         let strides = self.strides.map(|s| s / 2);
         even.then_some(Rows { data, inner: self.inner, strides, row: self.row / 2, len: self.len })
     }

@@ -166,6 +166,11 @@ impl Gpu {
         &self.lane
     }
 
+    /// Major version of CUDA that the driver knows.
+    pub(super) fn driver(&self) -> i32 {
+        self.device.driver
+    }
+
     pub(super) fn takes_host_tensors(&self) -> bool {
         self.staged || matches!(self.lane, Lane::Dry(_))
     }

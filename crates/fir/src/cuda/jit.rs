@@ -214,6 +214,28 @@ pub fn compile(source: &Source, arch: Arch) -> Result<Cubin> {
     compile_with(Nvrtc::get(i32::MAX)?, source, arch)
 }
 
+/// Compiles the kernel `name` of a text of the caller's own, with these options of NVRTC beside the architecture; C++17 unless they say
+/// otherwise. Needs no GPU, and no cache is looked into.
+pub fn compile_text(text: &str, name: &str, options: &[String], arch: Arch) -> Result<Cubin> {
+    compile_own(text, name, options, arch, i32::MAX)
+}
+
+/// The same for a driver of major version `driver`.
+pub(super) fn compile_own(text: &str, name: &str, options: &[String], arch: Arch, driver: i32) -> Result<Cubin> {
+    let options: Vec<_> = [format!("--gpu-architecture={arch}"), "--std=c++17".into(), "--ptxas-options=-v".into()]
+        .into_iter()
+        .chain(options.iter().cloned())
+        .collect();
+    let job = Job { text, headers: &[], options: &options, kernel: name };
+    let out = Nvrtc::get(driver)?.compile(&job).map_err(|log| Error::Compile {
+        kernel: name.to_owned(),
+        arch: arch.to_string(),
+        source_path: "the caller's".into(),
+        log,
+    })?;
+    Ok(Cubin { usage: usage(&out.log), image: out.cubin, symbol: out.symbol })
+}
+
 /// Version and file of the compiler, or why there is none.
 pub fn compiler() -> Result<String> {
     let nvrtc = Nvrtc::get(i32::MAX)?;

@@ -8,6 +8,7 @@
 //! | [`jit`] | compiled kernels, from memory, disk or the compiler |
 //! | [`params`] | structs that kernels take |
 //! | [`exec`], [`call`] | a device with a stream; one operator's call on it |
+//! | [`own`] | kernels of the caller's own |
 //! | [`put`] | small arrays of the host |
 //! | [`dry`] | launches as text |
 //! | the others | an operator each: which kernel, with which grid and parameters |
@@ -27,6 +28,7 @@ pub(crate) mod modulate;
 pub(crate) mod moe;
 pub(crate) mod norm;
 mod nvrtc;
+pub(crate) mod own;
 pub(crate) mod page;
 mod params;
 mod put;

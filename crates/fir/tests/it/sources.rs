@@ -10,6 +10,7 @@ const FENCE: &[&str] = &[
     "cuda/driver.rs",
     "cuda/driver/",
     "cuda/nvrtc.rs",
+    "cuda/own.rs",
     "tensor/foreign.rs",
     "tensor/foreign/",
     "tensor/large_pages.rs",
@@ -19,9 +20,9 @@ const FENCE: &[&str] = &[
 /// Parts of the library that share a budget of lines, tests not counted. Raising one is a commit of its own.
 const BUDGETS: &[(&[&str], usize)] = &[
     (&["tensor", "kv", "variant", "plan"], 7_400),
-    (&["ops", "reference", "testing"], 9_800),
+    (&["ops", "reference", "testing"], 9_700),
     (&["cpu"], 14_500),
-    (&["cuda"], 9_800),
+    (&["cuda"], 9_950),
 ];
 
 /// Files above this many lines are printed: there is probably a second noun in them.

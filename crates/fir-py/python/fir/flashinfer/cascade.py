@@ -77,7 +77,7 @@ class MultiLevelCascadeAttentionWrapper:
     ) -> None:
         """Plans the levels, the most shared first. Masks and positions are those of the whole request, so windows and
         rotations are right across levels. Requests that are too few to win by it are planned flat; page ids on a device are
-        then copied to the host, a copy and a wait for each level."""
+        then copied to the host, a copy and a wait for each level, and what is written to them later is not seen."""
         arrays = (qo_indptr_arr, paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len)
         for name, array in zip(("qo_indptr_arr", "paged_kv_indptr_arr", "paged_kv_indices_arr",
                                 "paged_kv_last_page_len"), arrays):

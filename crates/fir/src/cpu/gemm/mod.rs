@@ -31,7 +31,9 @@ use crate::cpu::pool::RowsMut;
 use crate::cpu::rows::{Rows, widen, with_float};
 use crate::cpu::vector::{Kernel, Lane, Vector};
 use crate::error::Result;
-use crate::tensor::{DType, TensorMut, TensorRef, bf16};
+#[cfg(target_arch = "x86_64")]
+use crate::tensor::bf16;
+use crate::tensor::{DType, TensorMut, TensorRef};
 
 /// Weight rows per unit of work: 256 KB of f32 with [`DEPTH`], in the second-level cache beside what else is there.
 const PANEL: usize = 64;
@@ -63,6 +65,7 @@ impl Product<'_> {
     }
 
     /// Multiplications, or as many as a usize holds.
+    #[cfg(target_arch = "x86_64")]
     fn work(&self) -> usize {
         self.x.shape().iter().fold(self.w.shape()[0], |n, &m| n.saturating_mul(m))
     }
@@ -84,17 +87,16 @@ pub(crate) fn products(cpu: &Cpu, op: &'static str, mut list: Vec<Product<'_>>) 
     #[cfg(target_arch = "x86_64")]
     if let (Some(pairs), (DType::BF16, DType::BF16)) = (cpu.pairs(), (x, w)) {
         return with_float!(op, "out", out, O => {
-            // Whether they are depends on the operands' layouts, never on the number of rows.
-            match list.iter().map(pairs_of).collect::<Option<Vec<_>>>() {
-                Some(rows) => {
-                    let sides = list.into_iter().zip(rows).map(|(p, (x, w))| {
-                        Ok(Sides { x, w, out: RowsMut::<O>::new(op, "out", p.out)?, then: p.then })
-                    });
-                    dots_of(cpu, &pairs, sides.collect::<Result<_>>()?);
-                    Ok(())
+            // Product by product: what lies beside one changes none of its bits.
+            let (mut sides, mut others) = (vec![], vec![]);
+            for p in list {
+                match pairs_of(&p) {
+                    Some((x, w)) => sides.push(Sides { x, w, out: RowsMut::<O>::new(op, "out", p.out)?, then: p.then }),
+                    None => others.push(p),
                 }
-                None => by_level::<bf16, bf16, O>(cpu, op, list),
             }
+            dots_of(cpu, &pairs, sides);
+            by_level::<bf16, bf16, O>(cpu, op, others)
         });
     }
     with_float!(op, "x", x, X => with_float!(op, "w", w, W => with_float!(op, "out", out, O => {

@@ -155,13 +155,13 @@ impl Load {
         if self.kinds()[0] { shorts + self.best(all).0 - self.short_on(all as f64, EACH) } else { shorts }
     }
 
-    /// Whether a cascade of these levels is expected to be faster than requests of `flat` together.
-    fn pays(levels: &[Self], flat: Self, all: usize) -> bool {
-        let distinct = levels.iter().map(|l| l.short).sum();
-        // The last two run beside each other, if the longer one is of long tiles; see `CascadePlan`.
+    /// Whether a cascade of these levels, with so many bytes of keys and values, is expected to be faster than requests of `flat` together.
+    /// `beside`: whether kernels of long and short tiles may run beside each other.
+    fn pays(levels: &[Self], distinct: f64, flat: Self, all: usize, beside: bool) -> bool {
+        // The last two do, if the longer one is of long tiles; see `CascadePlan`.
         let mut launches = Vec::with_capacity(levels.len());
         match levels {
-            [first @ .., before, last] if before.kinds()[0] && last.kinds() == [false, true] => {
+            [first @ .., before, last] if beside && before.kinds()[0] && last.kinds() == [false, true] => {
                 launches.extend(first.iter().copied().chain([before.and(*last)]));
             }
             _ => launches.extend(levels),
@@ -187,13 +187,13 @@ fn load(spec: &Spec, kv_heads: usize, rows: [usize; 2], q_lens: &[u32], kv_lens:
 /// Whether a cascade is expected to be faster than `flat`, the same requests apart. Either is query and KV tokens.
 pub(crate) fn pays(gpu: &Gpu, spec: &Spec, kv_heads: usize, levels: &[[&[u32]; 2]], flat: [&[u32]; 2]) -> Result<bool> {
     let (properties, hooks) = (gpu.properties(), Hooks::new(&spec.variant));
-    let rows = |long| -> Result<usize> {
-        Ok(choose(spec, properties.arch, long)?.instance(spec, &hooks, properties.shared_per_block, true).rows)
-    };
-    let rows = [rows(false)?, rows(true)?];
+    let forms = [choose(spec, properties.arch, false)?, choose(spec, properties.arch, true)?];
+    let rows = forms.map(|form| form.instance(spec, &hooks, properties.shared_per_block, true).rows);
+    let distinct: f64 = levels.iter().flat_map(|l| l[1]).map(|&n| Load::of(spec, kv_heads, n, false).short).sum();
     let load = |[q_lens, kv_lens]: [&[u32]; 2]| load(spec, kv_heads, rows, q_lens, kv_lens);
     let levels: Vec<_> = levels.iter().map(|l| load(*l)).collect();
-    Ok(Load::pays(&levels, load(flat), properties.multiprocessors as usize))
+    let beside = forms == [Form::Decode, Form::Hopper];
+    Ok(Load::pays(&levels, distinct, load(flat), properties.multiprocessors as usize, beside))
 }
 
 impl Plan {
@@ -291,7 +291,8 @@ mod tests {
             };
             let own = load(0.0, 0.0, 8.0 * requests, 128.0);
             let flat = load(0.0, 0.0, 8.0 * requests, prefix + 128.0);
-            assert_eq!(Load::pays(&[shared, own], flat, 132), faster, "{prefix} {requests}");
+            let distinct = 8.0 * 512.0 * (prefix + 128.0 * requests);
+            assert_eq!(Load::pays(&[shared, own], distinct, flat, 132, true), faster, "{prefix} {requests}");
         }
         // 16 x 2048 and 64 x 2048.
         assert!(load(0.0, 0.0, 128.0, 2048.0).is_little(132) && !load(0.0, 0.0, 512.0, 2048.0).is_little(132));

@@ -110,6 +110,18 @@ impl Function {
     /// [`super::super::call::Call`] alone calls this: it holds the borrows of all memory whose addresses are in `params`, and a
     /// kernel's text was compiled with an assertion that its parameter has the size and the fields of the Rust twin.
     pub(in super::super) fn launch(&self, stream: &Stream, grid: Grid, params: &[u8]) -> Result<()> {
+        self.queue(stream, grid, &mut [params.as_ptr().cast_mut().cast()])
+    }
+
+    /// The same with any number of parameters, each of which has at least as many bytes as the kernel takes: see
+    /// [`super::super::own::OwnKernel::launch`].
+    pub(in super::super) fn launch_list(&self, stream: &Stream, grid: Grid, params: &[&[u8]]) -> Result<()> {
+        let mut pointers: Vec<_> = params.iter().map(|p| p.as_ptr().cast_mut().cast()).collect();
+        self.queue(stream, grid, &mut pointers)
+    }
+
+    /// `params`: where the parameters are.
+    fn queue(&self, stream: &Stream, grid: Grid, params: &mut [*mut c_void]) -> Result<()> {
         let mut attributes = [Attribute { id: 0, padding: 0, value: [0; 16] }; 2];
         let mut count = 0;
         if grid.cluster > 1 {
@@ -130,10 +142,9 @@ impl Function {
             attributes: attributes.as_ptr(),
             count: count as u32,
         };
-        let mut pointers = [params.as_ptr().cast_mut().cast::<c_void>()];
         let _current = self.context.enter()?;
-        // The parameter's bytes are copied before the call returns.
-        call!(self.context.api, cuLaunchKernelEx(&config, self.raw, pointers.as_mut_ptr(), ptr::null_mut()))
+        // Their bytes are copied before the call returns.
+        call!(self.context.api, cuLaunchKernelEx(&config, self.raw, params.as_mut_ptr(), ptr::null_mut()))
     }
 }
 

@@ -68,7 +68,7 @@ pub struct CascadeArgs<'a> {
 
 impl CascadePlan {
     /// Whether a cascade of these levels is expected to be faster than a [`BatchPlan`] of the same requests, each of which then
-    /// reads its prefix for itself: by a model of the device that was measured. Few requests do not win back what it costs to
+    /// reads its prefix for itself: on a GPU by a model that was measured on an H200, on the CPU by what is not read. Few requests do not win back what it costs to
     /// write and merge a state for each level. [`PageTable::joined`](crate::kv::PageTable::joined) is the table of such a batch.
     pub fn pays(exec: &Exec, problem: &Problem, levels: &[CascadeLevel<'_>]) -> Result<bool> {
         let (kv_len, _) = check_levels(problem, levels)?;
@@ -77,13 +77,14 @@ impl CascadePlan {
         };
         match exec {
             Exec::Cpu(_) => {
-                let members = |qo: &Ragged, g: usize| {
-                    let tokens = qo.indptr()[g]..qo.indptr()[g + 1];
-                    own.qo.indptr().windows(2).filter(|r| r[0] < r[1] && tokens.contains(&r[0])).count()
-                };
+                // What all requests of a group but the first need not read.
                 let saved = |level: &CascadeLevel<'_>| -> usize {
-                    let groups = level.kv_lens.iter().enumerate();
-                    groups.map(|(g, &len)| members(level.qo, g).saturating_sub(1).saturating_mul(len as usize)).sum()
+                    let mut starts = own.qo.indptr().windows(2).filter(|r| r[0] < r[1]).map(|r| r[0]).peekable();
+                    let groups = level.qo.indptr()[1..].iter().zip(level.kv_lens);
+                    groups.fold(0, |sum: usize, (&end, &len)| {
+                        let members = std::iter::from_fn(|| starts.next_if(|&start| start < end)).count();
+                        sum.saturating_add(members.saturating_sub(1).saturating_mul(len as usize))
+                    })
                 };
                 let cost = shared.len() * (own.qo.rows() * MERGE_TOKENS + LAUNCH_TOKENS);
                 Ok(shared.iter().map(saved).sum::<usize>() > cost)

@@ -13,6 +13,27 @@ fn grouped(exec: &Exec, x: Scaled<'_>, indptr: &Ragged, w: Scaled<'_>, ids: Opti
     grouped_gemm(exec, GroupedArgs { x, indptr, w, weight_indices, out: out.view_mut() }).unwrap();
 }
 
+/// A row that is a tensor of its own, and weights of another group that begin at an odd place.
+#[test]
+fn layouts_of_one_row_and_of_other_groups_change_no_bit_on_a_cpu() {
+    let (n, k) = (5, 64);
+    let mut rng = Rng::new(11);
+    let (x, w) = (rng.tensor(DType::BF16, &[3, k]), rng.tensor(DType::BF16, &[2 * n * k + 1]));
+    let w = TensorRef::strided(w.as_slice::<fir::tensor::bf16>().unwrap(), &[2, n, k], &[n * k + 1, k, 1]).unwrap();
+    every_exec(|exec| {
+        let Exec::Cpu(_) = exec else { return };
+        let run = |x: TensorRef<'_>, groups: &[u32]| {
+            let mut out = Tensor::zeros(DType::F32, &[x.shape()[0], n]).unwrap();
+            grouped(exec, x.into(), &Ragged::from_lens(groups).unwrap(), w.into(), None, &mut out);
+            out.view().to_f32_vec().unwrap()
+        };
+        let (both, first) = (run(x.view(), &[2, 1]), run(x.view().slice(0, 0..2).unwrap(), &[2, 0]));
+        assert_eq!(both[..2 * n], first, "{exec:?}");
+        let one = run(x.view().select(0, 0).unwrap().unsqueeze().unwrap(), &[1, 0]);
+        assert_eq!(one, first[..n], "{exec:?}");
+    });
+}
+
 /// Empty groups at both ends and in the middle, one row, and more than a block of rows.
 const LENS: [u32; 7] = [0, 5, 1, 0, 60, 17, 0];
 
