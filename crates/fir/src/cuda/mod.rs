@@ -8,7 +8,7 @@
 //! | [`jit`] | compiled kernels, from memory, disk or the compiler |
 //! | [`params`] | structs that kernels take |
 //! | [`exec`], [`call`] | a device with a stream; one operator's call on it |
-//! | [`own`] | kernels of the caller's own |
+//! | [`own`] | kernels of the caller's own (unsafe code) |
 //! | [`put`] | small arrays of the host |
 //! | [`dry`] | launches as text |
 //! | the others | an operator each: which kernel, with which grid and parameters |

@@ -88,8 +88,6 @@ impl Shared {
         let lens: Vec<&[u32]> = tables.iter().map(|t| t.1.lens()).collect();
         let levels: Vec<_> = tables.iter().zip(&lens).map(|(t, kv_lens)| CascadeLevel { qo: &t.0, kv_lens }).collect();
         let plan = CascadePlan::new(exec, self.problem.clone(), &levels, split).unwrap();
-        // Of so few requests and tokens nothing is won.
-        assert!(!CascadePlan::pays(exec, &self.problem, &levels).unwrap());
         let kv: Vec<_> = tables.iter().map(|t| Kv::Paged(self.pool(), &t.1)).collect();
         let mut out = poisoned(DType::F32, &[self.q.shape()[0], 4, 24]);
         let mut lse = poisoned(DType::F32, &[self.q.shape()[0], 4]);
@@ -107,6 +105,12 @@ impl Shared {
         )
         .unwrap();
         expected.check(&format!("{exec:?} {split:?} {:?}", self.levels), out.view(), softmax.then(|| lse.view()));
+    }
+
+    fn pays(&self, exec: &Exec) -> bool {
+        let tables = self.tables();
+        let levels: Vec<_> = tables.iter().map(|(qo, t)| CascadeLevel { qo, kv_lens: t.lens() }).collect();
+        CascadePlan::pays(exec, &self.problem, &levels).unwrap()
     }
 
     fn expected(&self, params: &Params<'_>) -> Expected {
@@ -157,12 +161,28 @@ fn cascade_matches_flat_reference_over_one_to_four_levels() {
             let shared = Shared::new(variant, q_lens.clone(), levels.clone(), 3);
             let expected = shared.expected(&params);
             every_exec(|exec| {
+                // Of so few requests and tokens nothing is won.
+                assert!(!shared.pays(exec), "{exec:?} {:?}", shared.levels);
                 for split in [Split::Balanced, Split::Fixed(64)] {
                     shared.check(exec, &params, split, &expected, softmax);
                 }
             });
         }
     }
+}
+
+#[test]
+fn cascades_pay_where_much_is_shared_and_never_where_nothing_is() {
+    let of = |requests: usize, prefix: u32| {
+        let levels = vec![vec![(requests, prefix)], vec![(1, 3); requests]];
+        Shared::new(variant::causal(), vec![1; requests], levels, 1)
+    };
+    every_exec(|exec| {
+        assert!(of(256, 8_000).pays(exec), "{exec:?}");
+        for (requests, prefix) in [(1, 8_000), (64, 0), (0, 8_000)] {
+            assert!(!of(requests, prefix).pays(exec), "{exec:?} {requests} {prefix}");
+        }
+    });
 }
 
 proptest! {
