@@ -71,6 +71,7 @@ impl CascadePlan {
     /// reads its prefix for itself: on a GPU by a model that was measured on an H200, on the CPU by what is not read. Few requests do not win back what it costs to
     /// write and merge a state for each level. [`PageTable::joined`](crate::kv::PageTable::joined) is the table of such a batch.
     pub fn pays(exec: &Exec, problem: &Problem, levels: &[CascadeLevel<'_>]) -> Result<bool> {
+        #[cfg_attr(not(feature = "cuda"), expect(unused_variables))]
         let (kv_len, _) = check_levels(problem, levels)?;
         let Some((own, shared)) = levels.split_last().filter(|(_, shared)| !shared.is_empty()) else {
             return Ok(false);
