@@ -147,8 +147,14 @@ fn dim(array: &Array, axis: usize) -> usize {
     array.shape().get(axis).copied().unwrap_or(0)
 }
 
+/// The executor of a device: `cpu`, or `cuda` with an ordinal, as torch names it.
+pub(crate) fn exec_of(device: &str) -> Result<Exec> {
+    let ordinal = device.strip_prefix("cuda").map(|rest| rest.trim_start_matches(':').parse().unwrap_or(0));
+    Ok(ordinal.map_or_else(Exec::cpu, Exec::cuda)?)
+}
+
 impl Operator {
-    /// `device` is `cpu`, or `cuda` with an ordinal, as torch names it.
+    /// `device` as in [`exec_of`].
     pub(crate) fn new(name: &str, params: &str, device: &str) -> Result<Self> {
         let known = NAMES.into_iter().find(|n| *n == name);
         let name = known.ok_or_else(|| {
@@ -156,9 +162,8 @@ impl Operator {
         })?;
         let params =
             serde_json::from_str(params).map_err(|e| Error::refused("fir", format!("parameters of `{name}`: {e}")))?;
-        let ordinal = device.strip_prefix("cuda").map(|rest| rest.trim_start_matches(':').parse().unwrap_or(0));
-        let exec = ordinal.map_or_else(Exec::cpu, Exec::cuda)?;
-        if name == "moe" && ordinal.is_some() {
+        let exec = exec_of(device)?;
+        if name == "moe" && !matches!(exec, Exec::Cpu(_)) {
             return Err(Error::refused("fir", "`moe` turns weights around, and does so on the CPU alone"));
         }
         Ok(Self { name, params, exec, calls: AtomicU64::new(0) })

@@ -11,6 +11,7 @@ use serde_json::Value;
 use super::native::{list, refuse, text};
 use crate::array::Array;
 use crate::error::{Error, Result};
+use crate::ops::exec_of;
 
 /// A CUDA kernel, with the device that it is loaded on; without one it was compiled, and that is all.
 pub(super) struct Kernel {
@@ -31,18 +32,12 @@ impl Kernel {
         let mut options = strings("flags")?;
         options.push(format!("-I{}", folder.display()));
         options.extend(strings("include_paths")?.iter().map(|p| format!("-I{p}")));
-        let loaded = match text(q, "device")?.strip_prefix("cuda") {
-            Some(rest) => {
-                let exec = Exec::cuda(rest.trim_start_matches(':').parse().unwrap_or(0))?;
-                let Exec::Cuda(gpu) = &exec else { return Err(refuse("a device that is none")) };
-                let kernel = OwnKernel::new(gpu, &source, symbol, &options)?;
-                Some((exec, kernel))
-            }
-            None => {
-                fir::jit::compile_text(&source, symbol, &options, Arch::HOPPER)?;
-                None
-            }
+        let exec = exec_of(text(q, "device")?)?;
+        let kernel = match &exec {
+            Exec::Cuda(gpu) => Some(OwnKernel::new(gpu, &source, symbol, &options)?),
+            _ => fir::jit::compile_text(&source, symbol, &options, Arch::HOPPER).map(|_| None)?,
         };
+        let loaded = kernel.map(|kernel| (exec, kernel));
         Ok(Self { loaded, outputs: strings("output_names")?, launch: Value::Null })
     }
 

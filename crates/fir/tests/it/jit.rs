@@ -200,6 +200,21 @@ fn children(dir: &Path, count: usize) -> Vec<Vec<Origin>> {
 }
 
 #[test]
+fn kernels_of_the_callers_own_are_compiled_and_need_a_device_to_be_loaded() {
+    if !has_compiler() {
+        return;
+    }
+    let text = "__global__ void twice(float* x, int n) { int i = blockIdx.x * blockDim.x + threadIdx.x; if (i < n) x[i] *= K; }";
+    let compiled = |options: &[String]| jit::compile_text(text, "twice", options, Arch::HOPPER);
+    let cubin = compiled(&["-DK=2".into()]).unwrap();
+    assert!(cubin.usage.registers > 0, "{:?}", cubin.usage);
+    let wrong = compiled(&[]).unwrap_err().to_string();
+    assert!(wrong.contains("\"K\" is undefined"), "{wrong}");
+    let dry = fir::exec::OwnKernel::load(&fir::exec::Gpu::dry(Arch::HOPPER), &cubin).unwrap_err().to_string();
+    assert!(dry.contains("a dry run has no device"), "{dry}");
+}
+
+#[test]
 fn a_folder_of_kernels_needs_no_compiler() {
     if !has_compiler() {
         return;

@@ -119,12 +119,9 @@ struct Sides<'a, X, W, O> {
     then: Epilogue<'a>,
 }
 
-impl<X: Lane, W, O> Sides<'_, X, W, O> {
+impl<X: Lane, W: Lane, O> Sides<'_, X, W, O> {
     /// Multiplications, or as many as a usize holds.
-    fn work(&self) -> usize
-    where
-        W: Lane,
-    {
+    fn work(&self) -> usize {
         self.x.len().saturating_mul(self.x.row_len()).saturating_mul(self.w.len())
     }
 }

@@ -87,6 +87,13 @@ fn choose(spec: &Spec, arch: Arch, long: bool) -> Result<Form> {
     Err(Error::Unsupported { op: spec.op, why })
 }
 
+/// Tokens of a request's query tiles, and whether they are long ones, by the rows that tiles of a plan's one or two lanes may have.
+fn tile_of(mut rows: impl Iterator<Item = usize>, group: usize, q_len: u32) -> (u32, bool) {
+    let short = rows.next().unwrap_or(1);
+    let long = rows.next().filter(|_| (q_len as usize).saturating_mul(group) > short);
+    ((long.unwrap_or(short) / group).max(1) as u32, long.is_some())
+}
+
 /// What a plan of `spec` may need, for pages of any size.
 pub(crate) fn sources(spec: &Spec, arch: Arch) -> Result<Vec<Source>> {
     let (hooks, shared) = (Hooks::new(&spec.variant), arch.typical().1);
@@ -337,9 +344,8 @@ impl Plan {
 
     /// Tokens of a query tile of a request of `q_len` tokens, and whether it is long.
     pub(crate) fn tile(&self, q_len: u32) -> (u32, bool) {
-        let group = self.spec.group;
-        let long = self.lanes.len() > 1 && (q_len as usize).saturating_mul(group) > self.lanes[0].instance.rows;
-        ((self.lanes[usize::from(long)].instance.rows / group).max(1) as u32, long)
+        let rows = self.lanes.iter().map(|lane| lane.instance.rows);
+        tile_of(rows, self.spec.group, q_len)
     }
 
     /// Who does what of the short tiles.

@@ -6,7 +6,7 @@
 
 use super::form::{Form, bits};
 use super::hooks::Hooks;
-use super::{Batch, Lane, Plan, Spec, choose};
+use super::{Batch, Plan, Spec, choose, tile_of};
 use crate::cuda::exec::Gpu;
 use crate::error::Result;
 use crate::plan::{Entry, Split};
@@ -174,12 +174,11 @@ impl Load {
     }
 }
 
-/// What requests of so many query and KV tokens ask of a device, in query tiles of up to `rows`, short and long ones.
-fn load(spec: &Spec, kv_heads: usize, rows: [usize; 2], q_lens: &[u32], kv_lens: &[u32]) -> Load {
+/// What requests of so many query and KV tokens ask of a device, in query tiles that `tile` says.
+fn load(spec: &Spec, kv_heads: usize, tile: impl Fn(u32) -> (u32, bool), [q_lens, kv_lens]: [&[u32]; 2]) -> Load {
     let mut all = Load::default();
     for (&q_len, &kv_len) in q_lens.iter().zip(kv_lens) {
-        let long = rows[0] != rows[1] && (q_len as usize).saturating_mul(spec.group) > rows[0];
-        let tile = (rows[usize::from(long)] / spec.group).max(1) as u32;
+        let (tile, long) = tile(q_len);
         for _ in 0..q_len.div_ceil(tile) {
             all = all.and(Load::of(spec, kv_heads, kv_len, long));
         }
@@ -190,10 +189,12 @@ fn load(spec: &Spec, kv_heads: usize, rows: [usize; 2], q_lens: &[u32], kv_lens:
 /// Whether a cascade is expected to be faster than `flat`, the same requests apart. Either is query and KV tokens.
 pub(crate) fn pays(gpu: &Gpu, spec: &Spec, kv_heads: usize, levels: &[[&[u32]; 2]], flat: [&[u32]; 2]) -> Result<bool> {
     let (properties, hooks) = (gpu.properties(), Hooks::new(&spec.variant));
-    let forms = [choose(spec, properties.arch, false)?, choose(spec, properties.arch, true)?];
-    let rows = forms.map(|form| form.instance(spec, &hooks, properties.shared_per_block, true).rows);
+    let mut forms = vec![choose(spec, properties.arch, false)?, choose(spec, properties.arch, true)?];
+    forms.dedup();
+    let rows = |form: &Form| form.instance(spec, &hooks, properties.shared_per_block, true).rows;
+    let rows: Vec<_> = forms.iter().map(rows).collect();
     let distinct: f64 = levels.iter().flat_map(|l| l[1]).map(|&n| Load::of(spec, kv_heads, n, false).short).sum();
-    let load = |[q_lens, kv_lens]: [&[u32]; 2]| load(spec, kv_heads, rows, q_lens, kv_lens);
+    let load = |lens| load(spec, kv_heads, |q_len| tile_of(rows.iter().copied(), spec.group, q_len), lens);
     let levels: Vec<_> = levels.iter().map(|l| load(*l)).collect();
     let beside = forms == [Form::Decode, Form::Hopper];
     Ok(Load::pays(&levels, distinct, load(flat), properties.multiprocessors as usize, beside))
@@ -202,8 +203,7 @@ pub(crate) fn pays(gpu: &Gpu, spec: &Spec, kv_heads: usize, levels: &[[&[u32]; 2
 impl Plan {
     /// What requests of so many query and KV tokens ask of the device.
     pub(crate) fn load(&self, q_lens: &[u32], kv_lens: &[u32]) -> Load {
-        let rows = |lane: Option<&Lane>| lane.map_or(1, |l| l.instance.rows);
-        load(&self.spec, self.kv_heads, [rows(self.lanes.first()), rows(self.lanes.last())], q_lens, kv_lens)
+        load(&self.spec, self.kv_heads, |q_len| self.tile(q_len), [q_lens, kv_lens])
     }
 
     /// Says what else will run beside the next batches.
