@@ -47,7 +47,10 @@ fn steps() -> Result<Vec<(String, Action)>> {
         ("environments", Environments),
         ("tests", Count(cargo("test --workspace --all-features --no-fail-fast").envs(&TEST_ENV))),
         // Without optimisation: 64 s of a core where the test profile takes 240.
-        ("unit tests of the library", Count(cargo("test -p fir-infer --lib --all-features --profile unit"))),
+        (
+            "unit tests of the library",
+            Count(cargo("test -p fir-infer --lib --all-features --profile unit").envs(&TEST_ENV)),
+        ),
         ("kernels", Jit),
         ("benches, checked but not timed", Run(cargo("test --quiet --workspace --all-features --bench *"))),
         ("programs", Run(cargo("build --quiet --profile test --workspace --all-features --bins --examples"))),
