@@ -27,9 +27,9 @@
 use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, Once, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, Once, OnceLock, PoisonError, RwLock};
 
-use fir::exec::{Call, Override};
+use fir::exec::{Call, KernelArg, Override};
 use fir::tensor::{Place, TensorRef};
 
 use crate::array::Array;
@@ -38,8 +38,9 @@ use crate::build::{self, Arg, Library};
 use crate::calls::{Given, inputs_of, name_of};
 use crate::error::Error;
 use crate::record::{Dump, Keep, Recorder};
-use crate::schema::{Definition, Language, Solution, TensorSpec};
+use crate::schema::{Definition, Facts, Language, Solution, TensorSpec};
 use crate::traceset::TraceSet;
+use crate::worker::kernel::Kernel;
 
 /// What is run for a size that was not measured.
 #[derive(Clone, Copy, Debug, PartialEq, Default)]
@@ -229,6 +230,9 @@ pub fn disable_all() {
 /// `exec` as the environment wants it: with `FIB_ENABLE_TRACING=1` the workloads of its operators are recorded in the folder
 /// `FIB_DATASET_PATH` (a call of each size, with its integers), else with `FIB_ENABLE_APPLY=1` they ask the table made of it.
 pub fn attach(exec: fir::Exec) -> crate::Result<fir::Exec> {
+    if let fir::Exec::Cuda(gpu) = &exec {
+        GPU.get_or_init(|| gpu.properties().name.clone());
+    }
     let on = |name: &str| std::env::var(name).is_ok_and(|v| v == "1");
     if on("FIB_ENABLE_TRACING") {
         let root = dataset_folder();
@@ -239,13 +243,18 @@ pub fn attach(exec: fir::Exec) -> crate::Result<fir::Exec> {
     Ok(if on("FIB_ENABLE_APPLY") { exec.with_override(Arc::new(Deployed::default())) } else { exec })
 }
 
-/// With `FIB_ENABLE_APPLY=1`, the table of what `FIB_DATASET_PATH` has of this CPU is enabled when the first call asks.
+/// The GPU of the first executor that [`attach`] was given, if any.
+static GPU: OnceLock<String> = OnceLock::new();
+
+/// With `FIB_ENABLE_APPLY=1`, the table of what `FIB_DATASET_PATH` has of this CPU, or of the GPU that is attached, is enabled
+/// when the first call asks.
 fn from_environment() {
     ENVIRONMENT.call_once(|| {
         if std::env::var("FIB_ENABLE_APPLY").is_ok_and(|v| v == "1")
             && let Ok(set) = TraceSet::load(dataset_folder())
         {
-            let table = Table::new(&set, &Policy { hardware: Some(cpu_name()), ..Policy::default() });
+            let hardware = GPU.get().cloned().unwrap_or_else(cpu_name);
+            let table = Table::new(&set, &Policy { hardware: Some(hardware), ..Policy::default() });
             change(|stack| stack.push((0, Arc::new(table))));
         }
     });
@@ -333,8 +342,9 @@ impl<F: ?Sized> Op<F> {
     }
 }
 
-/// Gives calls of the kernel library's operators to the solutions that the enabled table chooses for them: those in Rust and
-/// C++, built and loaded here, for calls on the CPU. Anything else runs as usual.
+/// Gives calls of the kernel library's operators to the solutions that the enabled table chooses for them, built and loaded
+/// here: those in Rust and C++ for calls on the CPU, kernels in CUDA C++ with a `launch.json` for calls on a GPU whose tensors
+/// are all there (norms and products; page tables are on the host). Anything else runs as usual.
 ///
 /// ```
 /// # use std::sync::Arc;
@@ -357,7 +367,25 @@ type Choices = HashMap<Vec<usize>, Option<Arc<Chosen>>>;
 struct Chosen {
     definition: Definition,
     axes: BTreeMap<String, u64>,
-    library: Arc<Library>,
+    code: Code,
+}
+
+enum Code {
+    Library(Library),
+    Kernel(Kernel),
+}
+
+/// What a call says, for the expressions of a launch.
+struct Sizes<'a>(&'a Definition, &'a BTreeMap<String, u64>);
+
+impl Facts for Sizes<'_> {
+    fn axis(&self, name: &str) -> Option<i64> {
+        self.0.axis(name, self.1).and_then(|v| i64::try_from(v).ok())
+    }
+
+    fn shape(&self, tensor: &str) -> Option<Vec<usize>> {
+        self.0.shape(self.0.input(tensor)?, self.1).ok()
+    }
 }
 
 impl std::fmt::Debug for Chosen {
@@ -372,13 +400,16 @@ impl Override for Deployed {
             return Ok(false);
         }
         from_environment();
-        let usable = |t: &TensorRef<'_>| t.place() == Place::Host && t.layout().is_contiguous();
+        let place = place_of(call.exec);
+        let usable = |t: &TensorRef<'_>| t.place() == place && t.layout().is_contiguous();
         let all =
             call.inputs.iter().map(|(_, t)| usable(t)).chain(call.outputs.iter().map(|(_, t)| usable(&t.as_ref())));
         if !all.into_iter().all(|fits| fits) {
             return Ok(false);
         }
-        let mut key = vec![call.op.as_ptr() as usize, call.numbers.first().map_or(0, |(_, x)| x.to_bits() as usize)];
+        let device = if let Place::Cuda(ordinal) = place { ordinal as usize + 1 } else { 0 };
+        let number = call.numbers.first().map_or(0, |(_, x)| x.to_bits() as usize);
+        let mut key = vec![call.op.as_ptr() as usize, number, device];
         for (_, t) in call.inputs {
             key.push(t.dtype() as usize);
             key.extend(t.shape());
@@ -414,15 +445,44 @@ fn choose(call: &Call<'_, '_>) -> Option<Arc<Chosen>> {
     }
     let axes = definition.axes_of(&inputs.iter().map(Given::shape).collect::<Vec<_>>()).ok()?;
     let solution = table.choose(&name, &key_of(definition, &axes)).and_then(|c| table.solutions.get(c.solution()))?;
-    if !matches!(solution.language(), Language::Rust | Language::Cpp) {
-        return None;
+    let code = match (solution.language(), call.exec) {
+        (Language::Rust | Language::Cpp, fir::Exec::Cpu(_)) => {
+            Code::Library(build::library(definition, solution).ok()?)
+        }
+        // A kernel writes all outputs of its definition.
+        (Language::Cuda, fir::Exec::Cuda(_)) if call.outputs.len() == outputs.len() => {
+            Code::Kernel(build::kernel(definition, solution, call.exec, &Sizes(definition, &axes)).ok()?)
+        }
+        _ => return None,
+    };
+    Some(Arc::new(Chosen { definition: definition.clone(), axes, code }))
+}
+
+fn place_of(exec: &fir::Exec) -> Place {
+    match exec {
+        fir::Exec::Cuda(gpu) => gpu.place(),
+        _ => Place::Host,
     }
-    let library = Arc::new(build::library(definition, solution).ok()?);
-    Some(Arc::new(Chosen { definition: definition.clone(), axes, library }))
 }
 
 impl Chosen {
     fn run(&self, call: Call<'_, '_>) -> crate::Result<bool> {
+        match &self.code {
+            Code::Library(library) => self.call(library, call),
+            Code::Kernel(kernel) => {
+                let mut outputs: Vec<_> = call.outputs.iter_mut().map(|(n, t)| (*n, Some(t.reborrow()))).collect();
+                let mut find = |name: &str| {
+                    let read = call.inputs.iter().find(|(n, _)| *n == name).map(|(_, t)| KernelArg::Read(*t));
+                    let number = || call.numbers.iter().find(|(n, _)| *n == name).map(|(_, x)| KernelArg::F32(*x));
+                    let mut written = || outputs.iter_mut().find(|(n, _)| *n == name)?.1.take().map(KernelArg::Write);
+                    read.or_else(number).or_else(&mut written)
+                };
+                kernel.run(call.exec, &mut find).map(|()| true)
+            }
+        }
+    }
+
+    fn call(&self, library: &Library, call: Call<'_, '_>) -> crate::Result<bool> {
         let d = &self.definition;
         let number = |name: &str| call.numbers.iter().find(|(n, _)| *n == name).map_or(0.0, |(_, x)| f64::from(*x));
         let is_number = |(_, spec): &&(String, TensorSpec)| spec.shape.is_none();
@@ -450,6 +510,6 @@ impl Chosen {
             let shape = to.shape().to_vec();
             args.push(Arg::written(to.into_host_bytes("apply", "output")?, spec.dtype, &shape));
         }
-        self.library.call(&args).map(|()| true)
+        library.call(&args).map(|()| true)
     }
 }

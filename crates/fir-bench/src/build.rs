@@ -19,10 +19,12 @@ use std::marker::PhantomData;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use fir::Exec;
 use serde_json::{Value, json};
 
 use crate::error::{Error, Result};
 use crate::schema::{DType, Definition, Expr, Facts, Language, Solution};
+use crate::worker::kernel::Kernel;
 
 /// The header that C++ solutions include.
 pub const HEADER: &str = include_str!("fir_bench.h");
@@ -90,6 +92,15 @@ pub(crate) fn build(definition: &Definition, solution: &Solution, device: &str) 
         "params": params.unwrap_or("{}"),
         "input_names": names(definition.inputs()), "output_names": names(definition.outputs()),
     }))
+}
+
+/// A kernel in CUDA C++, compiled and loaded on the GPU of `exec`, with its launch for what is known.
+pub(crate) fn kernel(definition: &Definition, solution: &Solution, exec: &Exec, facts: &dyn Facts) -> Result<Kernel> {
+    let launch = launch(definition, solution, facts)?;
+    let launch = launch.ok_or_else(|| Error::refused("build", format!("`{}` is no kernel", solution.name())))?;
+    let mut kernel = Kernel::new(&build(definition, solution, "cuda")?, exec)?;
+    kernel.set_launch(&launch);
+    Ok(kernel)
 }
 
 /// A solution in Rust or C++, compiled and loaded into this process.

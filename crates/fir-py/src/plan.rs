@@ -445,10 +445,10 @@ fn in_turn(own: &Exec, now: &Exec, graphs: bool, write: impl FnOnce() -> fir::Re
 }
 
 /// Runs with the scratch of an earlier batch, which mostly fits: making one costs as much as planning.
-fn with_scratch(
-    scratch: &mut Scratch,
-    make: impl FnOnce() -> Scratch,
-    mut attempt: impl FnMut(&mut Scratch) -> fir::Result<()>,
+fn with_scratch<S>(
+    scratch: &mut S,
+    make: impl FnOnce() -> S,
+    mut attempt: impl FnMut(&mut S) -> fir::Result<()>,
 ) -> fir::Result<()> {
     match attempt(scratch) {
         Err(Error::Value { arg: "scratch", .. }) => {
@@ -486,44 +486,69 @@ fn queries(qo: &Bound<'_, PyAny>, batch: usize) -> PyResult<Ragged> {
 #[pyclass(frozen, name = "CascadePlan", module = "fir")]
 pub(crate) struct CascadePlan {
     variant: fir::variant::Variant,
+    /// As in [`BatchPlan`].
+    own: Exec,
     state: Mutex<Shared>,
 }
 
 #[expect(clippy::large_enum_variant, reason = "one to a plan")]
 enum Shared {
-    Levels(attention::CascadePlan, Vec<Scratch>, Vec<Table>),
+    Levels {
+        plan: attention::CascadePlan,
+        tables: Vec<Table>,
+        scratch: Vec<Scratch>,
+        /// What graphs that recorded a run count on.
+        recorded: Option<u64>,
+    },
     Flat(attention::BatchPlan, Scratch, PageTable<'static>),
 }
 
 type PagedLevel<'py> = (Arg, Arg, Bound<'py, PyAny>, Arg);
 
+/// The tables of a cascade's levels; for graphs with offsets in device tensors.
+fn level_tables(
+    exec: &Exec,
+    page_size: usize,
+    given: &[PagedLevel<'_>],
+    offsets: Option<&[Bound<'_, PyAny>]>,
+) -> PyResult<(Vec<Ragged>, Vec<Table>)> {
+    let (mut qo, mut tables) = (vec![], vec![]);
+    for (l, (rows, indptr, indices, last)) in given.iter().enumerate() {
+        let offsets = offsets.and_then(|all| all.get(l));
+        qo.push(ragged(rows, "qo_indptr")?);
+        tables.push(Table::new(exec, page_size, indptr, indices, last, Lens::LastPage, offsets)?);
+    }
+    Ok((qo, tables))
+}
+
+fn levels_of<'a>(qo: &'a [Ragged], tables: &'a [Table]) -> Vec<CascadeLevel<'a>> {
+    qo.iter().zip(tables).map(|(qo, t)| CascadeLevel { qo, kv_lens: t.table.lens() }).collect()
+}
+
 impl Shared {
-    fn levels(
+    fn new(
         exec: &Exec,
         problem: Problem,
         page_size: usize,
         given: &[PagedLevel<'_>],
         split: Split,
+        offsets: Option<&[Bound<'_, PyAny>]>,
     ) -> PyResult<Self> {
-        let (mut qo, mut tables) = (vec![], vec![]);
-        for (rows, indptr, indices, last) in given {
-            qo.push(ragged(rows, "qo_indptr")?);
-            tables.push(Table::new(exec, page_size, indptr, indices, last, Lens::LastPage, None)?);
-        }
-        let levels: Vec<_> =
-            qo.iter().zip(&tables).map(|(qo, t)| CascadeLevel { qo, kv_lens: t.table.lens() }).collect();
-        let pays = attention::CascadePlan::pays(exec, &problem, &levels).map_err(to_py)?;
-        // Cuts that do not depend on the batch stay where they are; a single level is flat already.
-        if !pays
+        let (qo, tables) = level_tables(exec, page_size, given, offsets)?;
+        let levels = levels_of(&qo, &tables);
+        // Cuts that do not depend on the batch stay where they are, as do the launches of graphs; a single level is flat
+        // already.
+        if offsets.is_none()
             && levels.len() > 1
             && split == Split::Balanced
+            && !attention::CascadePlan::pays(exec, &problem, &levels).map_err(to_py)?
             && let Some(flat) = Self::flat(exec, &problem, page_size, given, &qo)?
         {
             return Ok(flat);
         }
         let plan = attention::CascadePlan::new(exec, problem, &levels, split).map_err(to_py)?;
         let scratch = plan.scratch();
-        Ok(Self::Levels(plan, scratch, tables))
+        Ok(Self::Levels { plan, tables, scratch, recorded: None })
     }
 
     /// The requests with all their pages, unless a shared part ends within one. Page ids on a device are copied first.
@@ -557,9 +582,11 @@ impl Shared {
 
 #[pymethods]
 impl CascadePlan {
-    /// `levels`: `(qo_indptr, indptr, indices, last_page_len)` of each level, the requests' own last.
+    /// `levels`: `(qo_indptr, indptr, indices, last_page_len)` of each level, the requests' own last; `offsets`: as in
+    /// [`BatchPlan::plan_paged`], for each level. Plans for graphs are never flat.
     #[new]
-    #[pyo3(signature = (shape, variant, like, page_size, levels, *, split=Cut(Split::Balanced)))]
+    #[pyo3(signature = (shape, variant, like, page_size, levels, *, split=Cut(Split::Balanced), offsets=None))]
+    #[expect(clippy::too_many_arguments, reason = "page tables")]
     fn new(
         py: Python<'_>,
         shape: Shape,
@@ -568,10 +595,32 @@ impl CascadePlan {
         page_size: usize,
         levels: Vec<PagedLevel<'_>>,
         split: Cut,
+        offsets: Option<Vec<Bound<'_, PyAny>>>,
     ) -> PyResult<Self> {
-        let (exec, problem) = (exec_of(py, &like)?, shape.problem(variant));
-        let state = Shared::levels(&exec, problem, page_size, &levels, split.0)?;
-        Ok(Self { variant: variant.0.clone(), state: Mutex::new(state) })
+        let (own, problem) = (exec_of(py, &like)?, shape.problem(variant));
+        let state = Shared::new(&own, problem, page_size, &levels, split.0, offsets.as_deref())?;
+        Ok(Self { variant: variant.0.clone(), own, state: Mutex::new(state) })
+    }
+
+    /// Plans another batch of as many levels, for runs that were captured in CUDA graphs; arguments as of the constructor.
+    fn refill(
+        &self,
+        py: Python<'_>,
+        like: Arg,
+        page_size: usize,
+        levels: Vec<PagedLevel<'_>>,
+        offsets: Vec<Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let exec = exec_of(py, &like)?;
+        let (qo, new) = level_tables(&exec, page_size, &levels, Some(&offsets))?;
+        let mut state = locked(&self.state);
+        let Shared::Levels { plan, tables, scratch, recorded } = &mut *state else {
+            let want = "one that was made with offsets";
+            return Err(to_py(Error::value("CascadePlan::refill", "plan", "a flat one", want)));
+        };
+        in_turn(&self.own, &exec, true, || plan.refill(&levels_of(&qo, &new))).map_err(to_py)?;
+        *tables = new;
+        check_recorded(py, recorded, plan.recorded(scratch))
     }
 
     /// Whether each request reads its prefix for itself, as that is expected to be faster.
@@ -580,8 +629,8 @@ impl CascadePlan {
         matches!(*locked(&self.state), Shared::Flat(..))
     }
 
-    /// Runs one layer; every level reads the same cache.
-    #[pyo3(signature = (q, k, v, out, lse=None, sm_scale=None, params=None, k_scale=1.0, v_scale=1.0, kv_layout=KvOrder(KvLayout::Nhd)))]
+    /// Runs one layer; every level reads the same cache. `captured` as in [`BatchPlan::run`].
+    #[pyo3(signature = (q, k, v, out, lse=None, sm_scale=None, params=None, k_scale=1.0, v_scale=1.0, kv_layout=KvOrder(KvLayout::Nhd), captured=false))]
     #[expect(clippy::too_many_arguments, reason = "one layer's tensors")]
     fn run(
         &self,
@@ -596,6 +645,7 @@ impl CascadePlan {
         k_scale: f32,
         v_scale: f32,
         kv_layout: KvOrder,
+        captured: bool,
     ) -> PyResult<()> {
         let exec = prepare_run(py, &mut [&mut q], &out, lse.as_ref())?;
         let cache = Cache::new(k, v, None, (k_scale, v_scale), kv_layout.0)?;
@@ -603,15 +653,27 @@ impl CascadePlan {
         run(py, move || {
             let mut state = locked(&self.state);
             let paged = cache.paged()?;
-            let (lse, params) = (lse.as_mut().map(Arg::view_mut).transpose()?, &values.params()?);
-            let (q, out) = (q.view()?, out.view_mut()?);
+            let params = &values.params()?;
             match &mut *state {
-                Shared::Levels(plan, scratch, tables) => {
+                Shared::Levels { plan, tables, scratch, recorded } => {
                     let kv: Vec<_> = tables.iter().map(|t| Kv::Paged(paged, &t.table)).collect();
-                    plan.run(&exec, CascadeArgs { q, kv: &kv, params, sm_scale, scratch, out, lse })
+                    let done = with_scratch(
+                        scratch,
+                        || plan.scratch(),
+                        |scratch| {
+                            let lse = lse.as_mut().map(Arg::view_mut).transpose()?;
+                            let (q, out) = (q.view()?, out.view_mut()?);
+                            plan.run(&exec, CascadeArgs { q, kv: &kv, params, sm_scale, scratch, out, lse })
+                        },
+                    );
+                    if captured {
+                        *recorded = plan.recorded(scratch);
+                    }
+                    done
                 }
                 Shared::Flat(plan, scratch, table) => {
-                    let kv = Kv::Paged(paged, table);
+                    let (lse, kv) = (lse.as_mut().map(Arg::view_mut).transpose()?, Kv::Paged(paged, table));
+                    let (q, out) = (q.view()?, out.view_mut()?);
                     plan.run(&exec, BatchArgs { q, kv, params, sm_scale, scratch, out, lse })
                 }
             }

@@ -3,6 +3,7 @@
 use std::fmt::Debug;
 
 use crate::error::Result;
+use crate::exec::Exec;
 use crate::tensor::{TensorMut, TensorRef};
 
 /// A call of an operator whose arguments were checked, in the words of FlashInfer-Trace's definitions.
@@ -20,6 +21,8 @@ use crate::tensor::{TensorMut, TensorRef};
 /// Index tensors are in host memory, the others where the executor is.
 #[derive(Debug)]
 pub struct Call<'c, 'a> {
+    /// Where it runs: on a GPU, the stream that work is to be queued on.
+    pub exec: &'c Exec,
     /// What is computed.
     pub op: &'static str,
     /// Tensors that are read.

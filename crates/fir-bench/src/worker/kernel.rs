@@ -9,20 +9,17 @@ use fir::exec::{Arch, KernelArg, LaunchSize, OwnKernel};
 use serde_json::Value;
 
 use super::native::{list, refuse, text};
-use crate::array::Array;
 use crate::error::{Error, Result};
-use crate::ops::exec_of;
 
-/// A CUDA kernel, with the device that it is loaded on; without one it was compiled, and that is all.
-pub(super) struct Kernel {
-    loaded: Option<(Exec, OwnKernel)>,
-    /// Names of the outputs, and how it is launched on what comes next: see [`crate::build::launch`].
-    outputs: Vec<String>,
+/// A CUDA kernel, and how it is launched: see [`crate::build::launch`]. Without a device it was compiled, and that is all.
+pub(crate) struct Kernel {
+    loaded: Option<OwnKernel>,
     launch: Value,
 }
 
 impl Kernel {
-    pub(super) fn new(q: &Value) -> Result<Self> {
+    /// Compiles what a request of [`crate::build::build`] names, and loads it where `exec` is a GPU.
+    pub(crate) fn new(q: &Value, exec: &Exec) -> Result<Self> {
         let (folder, symbol) = (Path::new(text(q, "folder")?), text(q, "entry_symbol")?);
         let file = folder.join(text(q, "entry_file")?);
         let source = fs::read_to_string(&file).map_err(Error::io(&file))?;
@@ -32,43 +29,29 @@ impl Kernel {
         let mut options = strings("flags")?;
         options.push(format!("-I{}", folder.display()));
         options.extend(strings("include_paths")?.iter().map(|p| format!("-I{p}")));
-        let exec = exec_of(text(q, "device")?)?;
-        let kernel = match &exec {
+        let loaded = match exec {
             Exec::Cuda(gpu) => Some(OwnKernel::new(gpu, &source, symbol, &options)?),
             _ => fir::jit::compile_text(&source, symbol, &options, Arch::HOPPER).map(|_| None)?,
         };
-        let loaded = kernel.map(|kernel| (exec, kernel));
-        Ok(Self { loaded, outputs: strings("output_names")?, launch: Value::Null })
-    }
-
-    /// The device, if there is one.
-    pub(super) fn exec(&self) -> Option<&Exec> {
-        self.loaded.as_ref().map(|(exec, _)| exec)
+        Ok(Self { loaded, launch: Value::Null })
     }
 
     /// How it is launched from now on.
-    pub(super) fn set_launch(&mut self, launch: &Value) {
+    pub(crate) fn set_launch(&mut self, launch: &Value) {
         self.launch = launch.clone();
     }
 
-    pub(super) fn run(&self, names: &[&str], args: &[Array], outs: &mut [Array]) -> Result<()> {
-        let (_, kernel) =
-            self.loaded.as_ref().ok_or_else(|| refuse("a kernel was compiled, and there is no GPU to run it on"))?;
+    /// Queues a launch on `exec`; `find` gives the tensors and scalars of the definition by name, each once. Tensors live until
+    /// its stream has come past the launch.
+    pub(crate) fn run<'t>(&self, exec: &Exec, mut find: impl FnMut(&str) -> Option<KernelArg<'t>>) -> Result<()> {
+        let (Some(kernel), Exec::Cuda(gpu)) = (&self.loaded, exec) else {
+            return Err(refuse("a kernel was compiled, and there is no GPU to run it on"));
+        };
         let number = |value: &Value| value.as_f64().unwrap_or(0.0);
-        let mut outs: Vec<_> = outs.iter_mut().map(Some).collect();
         let mut list = Vec::new();
         for arg in self.launch["args"].as_array().into_iter().flatten() {
             list.push(match (arg["tensor"].as_str(), arg["type"].as_str()) {
-                (Some(name), _) => match names.iter().position(|n| *n == name).map(|i| &args[i]) {
-                    Some(x) if x.shape().is_empty() && x.dtype().is_integer() => KernelArg::I32(x.integer(0) as i32),
-                    Some(x) if x.shape().is_empty() => KernelArg::F32(x.get(0) as f32),
-                    Some(x) => KernelArg::Read(x.view()),
-                    None => {
-                        let at = self.outputs.iter().position(|n| n == name);
-                        let out = at.and_then(|at| outs.get_mut(at)?.take());
-                        KernelArg::Write(out.ok_or_else(|| refuse(format!("`{name}` is given twice")))?.view_mut())
-                    }
-                },
+                (Some(name), _) => find(name).ok_or_else(|| refuse(format!("`{name}` is given twice")))?,
                 (_, Some("f32")) => KernelArg::F32(number(&arg["value"]) as f32),
                 (_, Some("i64")) => KernelArg::I64(number(&arg["value"]) as i64),
                 _ => KernelArg::I32(number(&arg["value"]) as i32),
@@ -78,8 +61,8 @@ impl Kernel {
             |field: &str| [0, 1, 2].map(|i| self.launch[field][i].as_u64().unwrap_or(0).min(u32::MAX.into()) as u32);
         let shared = self.launch["shared"].as_u64().unwrap_or(0).min(u32::MAX.into()) as u32;
         let size = LaunchSize { grid: three("grid"), block: three("block"), shared };
-        // SAFETY: what a solution does to memory is its author's word, as that of any code that is benchmarked here; this process is there to
-        // die of it. Tensors live until the caller has waited for the stream.
-        Ok(unsafe { kernel.launch(size, &mut list) }?)
+        // SAFETY: that it keeps to its tensors, and that the launch has an argument for each parameter, is for the solution to
+        // keep: in a benchmark in a process made for it, and where it is deployed after a benchmark saw it do so.
+        Ok(unsafe { kernel.launch(gpu, size, &mut list) }?)
     }
 }

@@ -5,7 +5,7 @@
 //! ([`serve_native`]) for compiled code and the kernel library. Time and memory are watched from here, and a worker that
 //! passes its limit is killed.
 
-mod kernel;
+pub(crate) mod kernel;
 mod native;
 
 use std::fs;

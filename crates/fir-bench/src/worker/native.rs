@@ -11,6 +11,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use fir::Exec;
+use fir::exec::KernelArg;
 use serde_json::{Value, json};
 
 use super::kernel::Kernel;
@@ -18,7 +19,7 @@ use crate::array::{Array, Roll};
 use crate::build::{Arg, Library};
 use crate::error::{Error, Result};
 use crate::inputs::Ready;
-use crate::ops::{Operator, Prepared};
+use crate::ops::{Operator, Prepared, exec_of};
 use crate::schema::DType;
 
 /// Serves a benchmark over the socket at `path` until it closes; or answers the questions of a file, `*.json`, on standard output.
@@ -56,7 +57,8 @@ enum Code {
     None,
     Library(Library),
     Fir(Box<Operator>),
-    Kernel(Box<Kernel>),
+    /// Where it runs, and the names of its outputs.
+    Kernel(Box<(Kernel, Exec, Vec<String>)>),
 }
 
 #[derive(Default)]
@@ -140,7 +142,11 @@ impl Native {
             "fir" => {
                 Code::Fir(Box::new(Operator::new(text(q, "entry_symbol")?, text(q, "params")?, text(q, "device")?)?))
             }
-            "nvrtc" => Code::Kernel(Box::new(Kernel::new(q)?)),
+            "nvrtc" => {
+                let exec = exec_of(text(q, "device")?)?;
+                let outputs = list(q, "output_names")?.iter().filter_map(Value::as_str).map(str::to_owned).collect();
+                Code::Kernel(Box::new((Kernel::new(q, &exec)?, exec, outputs)))
+            }
             _ => Code::Library(Library::open(Path::new(text(q, "library")?), text(q, "entry_symbol")?)?),
         };
         Ok(json!({}))
@@ -173,7 +179,24 @@ impl Native {
                 library.call(&args.iter_mut().chain(outs).map(arg).collect::<Vec<_>>())
             }
             (Code::Fir(_), Some(prepared)) => prepared.run(names, args, outs),
-            (Code::Kernel(kernel), _) => kernel.run(names, args, outs),
+            (Code::Kernel(kernel), _) => {
+                let (kernel, exec, outputs) = &**kernel;
+                let mut outs: Vec<_> = outs.iter_mut().map(Some).collect();
+                let mut find = |name: &str| {
+                    Some(match names.iter().position(|n| *n == name).map(|i| &args[i]) {
+                        Some(x) if x.shape().is_empty() && x.dtype().is_integer() => {
+                            KernelArg::I32(x.integer(0) as i32)
+                        }
+                        Some(x) if x.shape().is_empty() => KernelArg::F32(x.get(0) as f32),
+                        Some(x) => KernelArg::Read(x.view()),
+                        None => {
+                            let at = outputs.iter().position(|n| n == name)?;
+                            KernelArg::Write(outs.get_mut(at)?.take()?.view_mut())
+                        }
+                    })
+                };
+                kernel.run(exec, &mut find)
+            }
             _ => Err(refuse("nothing was built")),
         }
     }
@@ -223,7 +246,7 @@ impl Native {
     fn stream(&self) -> Option<(&Exec, &fir::exec::Stream)> {
         let exec = match &self.code {
             Code::Fir(operator) => &operator.exec,
-            Code::Kernel(kernel) => kernel.exec()?,
+            Code::Kernel(kernel) => &kernel.1,
             _ => return None,
         };
         let Exec::Cuda(gpu) = exec else { return None };
@@ -233,7 +256,7 @@ impl Native {
     /// Takes what a request says of the launch.
     fn set_launch(&mut self, q: &Value) {
         if let Code::Kernel(kernel) = &mut self.code {
-            kernel.set_launch(&q["launch"]);
+            kernel.0.set_launch(&q["launch"]);
         }
     }
 

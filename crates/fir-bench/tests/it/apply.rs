@@ -7,8 +7,9 @@ use fir_bench::TraceSet;
 use fir_bench::apply::{Choice, Deployed, Miss, Op, Policy, Table, current, disable_all, enable};
 use fir_bench::report;
 use fir_bench::schema::{Definition, Solution, Status, Trace};
-use serde_json::json;
+use serde_json::{Value, json};
 
+use crate::builders::cuda;
 use crate::support::{self, python, trace, workload};
 
 fn measured() -> TraceSet {
@@ -85,6 +86,9 @@ fn the_table_chooses_by_size_hardware_tolerance_and_policy() {
     disable_all();
     assert!(current().is_none());
     the_librarys_operators_ask();
+    if std::env::var("FIR_BENCH_DEVICE").is_ok_and(|device| device != "cpu") {
+        the_librarys_operators_ask_on_a_gpu();
+    }
 }
 
 const SEVENS: &str = r#"
@@ -103,8 +107,8 @@ pub unsafe extern "C" fn run(args: *const Tensor, count: usize, _message: *mut u
 }
 "#;
 
-/// A solution in Rust takes the place of the library's kernel, at the size where it was best and nowhere else.
-fn the_librarys_operators_ask() {
+/// A norm of rows of 8 whose best solution for 2 of them is `solution`, named `sevens`.
+fn norms(solution: Value) -> TraceSet {
     let name = "rmsnorm_h8";
     let mut set = TraceSet::new("unwritten");
     let tensor = |axes: &[&str]| json!({"shape": axes, "dtype": "float32"});
@@ -114,16 +118,21 @@ fn the_librarys_operators_ask() {
         "outputs": {"output": tensor(&["n", "h"])}, "reference": "EPS = 1e-5\ndef run(hidden_states, weight):\n    pass\n",
     });
     set.add_definition(Definition::from_value(&definition).unwrap()).unwrap();
-    let solution = json!({
-        "name": "sevens", "definition": name, "author": "test",
-        "spec": {"language": "rust", "target_hardware": ["cpu"], "entry_point": "lib.rs::run"},
-        "sources": [{"path": "lib.rs", "content": SEVENS}],
-    });
     set.add_solution(Solution::from_value(&solution).unwrap()).unwrap();
     let passed = json!({"definition": name, "solution": "sevens", "workload": {"uuid": "u", "inputs": {}, "axes": {"n": 2}},
         "evaluation": {"status": "PASSED", "environment": {"hardware": "h"}, "timestamp": "t", "correctness": {},
             "performance": {"latency_ms": 1.0}}});
     set.add_trace(Trace::from_value(&passed).unwrap()).unwrap();
+    set
+}
+
+/// A solution in Rust takes the place of the library's kernel, at the size where it was best and nowhere else.
+fn the_librarys_operators_ask() {
+    let set = norms(json!({
+        "name": "sevens", "definition": "rmsnorm_h8", "author": "test",
+        "spec": {"language": "rust", "target_hardware": ["cpu"], "entry_point": "lib.rs::run"},
+        "sources": [{"path": "lib.rs", "content": SEVENS}],
+    }));
     let exec = fir::Exec::cpu().unwrap().with_override(Arc::new(Deployed::default()));
     let first = |rows: usize, eps: f32| {
         let (x, w, mut out) = (vec![1f32; rows * 8], [2f32; 8], vec![0f32; rows * 8]);
@@ -141,6 +150,35 @@ fn the_librarys_operators_ask() {
         assert!(!first(2, 1e-6), "another function");
     }
     assert!(!first(2, 1e-5));
+}
+
+/// The same of a kernel in CUDA C++, on the stream of the call.
+fn the_librarys_operators_ask_on_a_gpu() {
+    let code = "extern \"C\" __global__ void run(const float* w, float* y, int n) {\n  \
+        for (int i = threadIdx.x; i < n; i += blockDim.x) y[i] = 7 * w[0];\n}\n";
+    let launch = json!({"grid": [1], "block": [32], "args": ["weight", "output", "n: i32 = n * h"]});
+    let mut sevens = cuda("sevens", code, launch);
+    sevens["definition"] = "rmsnorm_h8".into();
+    let set = norms(sevens);
+    let exec = fir::Exec::cuda(0).unwrap().with_override(Arc::new(Deployed::default()));
+    let fir::Exec::Cuda(gpu) = &exec else { panic!("{exec:?}") };
+    let fir::Exec::Cuda(side) = fir::Exec::cuda(0).unwrap() else { panic!("no GPU") };
+    let side = fir::Exec::Cuda(gpu.on_stream(side.stream().unwrap()).unwrap());
+    let sevens = |exec: &fir::Exec, rows: usize| {
+        let fir::Exec::Cuda(gpu) = exec else { panic!("{exec:?}") };
+        let there = |x: f32, shape: &[usize]| {
+            let x = vec![x; shape.iter().product()];
+            fir::Tensor::from_slice(&x, shape).unwrap().to_device(gpu).unwrap()
+        };
+        let (x, w, mut out) = (there(1.0, &[rows, 8]), there(2.0, &[8]), there(0.0, &[rows, 8]));
+        fir::norm::rms_norm(exec, x.view(), w.view(), 1e-5, out.view_mut()).unwrap();
+        gpu.synchronize().unwrap();
+        out.to_host().unwrap().as_slice::<f32>().unwrap().iter().all(|x| *x == 14.0)
+    };
+    assert!(!sevens(&exec, 2));
+    let _on = enable(Table::new(&set, &Policy::default()));
+    assert!(sevens(&exec, 2) && sevens(&exec, 2) && sevens(&side, 2), "the kernel ran");
+    assert!(!sevens(&exec, 3), "another size");
 }
 
 /// `FIB_ENABLE_APPLY=1` enables what `FIB_DATASET_PATH` has of this CPU: asked in a process of its own, as it is the process's.

@@ -184,7 +184,7 @@ fn bindings_of_the_users_python_are_built() {
 const CUDA: &str = "extern \"C\" __global__ void run(const float* x, float* y, int n, float factor) {\n\
   int i = blockIdx.x * blockDim.x + threadIdx.x;\n  if (i < n) y[i] = x[i] * factor;\n}\n";
 
-fn cuda(name: &str, code: &str, launch: Value) -> Value {
+pub(crate) fn cuda(name: &str, code: &str, launch: Value) -> Value {
     let mut value = solution(name, "cuda", "kernel.cu", code);
     let file = json!({"path": "launch.json", "content": launch.to_string()});
     value["sources"].as_array_mut().unwrap().push(file);

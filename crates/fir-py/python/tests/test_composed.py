@@ -108,7 +108,9 @@ def test_cascade(arg, i):
     ptr, q = pages.indptr.tolist(), torch.randn(4, HEADS, DIM).to(dtype)
     levels = ((i32(0, 4), i32(0, ptr[1]), pages.indices[: ptr[1]], pages.last[:1]),
               (i32(0, 1, 4), i32(0, ptr[2] - ptr[1], ptr[3] - ptr[1]), pages.indices[ptr[1]:], pages.last[1:]))
-    wrapper = fi.MultiLevelCascadeAttentionWrapper(2, torch.empty(1), **{k: change.pop(k) for k in ("kv_layout", "use_cuda_graph") if k in change})
+    names = ("qo_indptr_buf_arr", "paged_kv_indptr_buf_arr", "paged_kv_indices_buf_arr", "paged_kv_last_page_len_buf_arr")
+    buffers = {name: [torch.zeros_like(l[n]) for l in levels] for n, name in enumerate(names)} if "use_cuda_graph" in change else {}
+    wrapper = fi.MultiLevelCascadeAttentionWrapper(2, torch.empty(1), **{k: change.pop(k) for k in ("kv_layout", "use_cuda_graph") if k in change}, **buffers)
     causal = change.pop("causal", True)
     wrapper.begin_forward(*([l[n] for l in levels] for n in range(4)), HEADS, KV_HEADS, DIM, 8, causal=causal, q_data_type=change.pop("q_data_type", BF16), **change)
     got = wrapper.forward(q, pages.cache)

@@ -112,20 +112,6 @@ def test_a_batch_of_other_launches_warns(device):
     step.check()
 
 
-def test_what_cannot_be_captured_says_so(device):
-    if device == "cpu":
-        pytest.skip("nothing is captured")
-    indptr = torch.tensor([0, 3], dtype=I32)
-    one = torch.tensor([1], dtype=I32)
-    wrapper = fi.MultiLevelCascadeAttentionWrapper(1, torch.empty(1, dtype=torch.uint8), "NHD", True)
-    wrapper.plan([indptr], [one * 0 + torch.tensor([0, 1], dtype=I32)], [one * 0], [one * 9], HEADS, KV_HEADS, DIM, PAGE, q_data_type=BF16)
-    q, cache = torch.randn(3, HEADS, DIM).to(BF16), torch.randn(1, 2, PAGE, KV_HEADS, DIM).to(BF16)
-    wrapper.run(q, cache)
-    with pytest.raises(NotImplementedError, match="CascadeAttentionWrapper cannot be captured"):
-        with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            wrapper.run(q, cache)
-
-
 def sums(lens):
     return torch.tensor([0, *torch.tensor(lens).cumsum(0).tolist()], dtype=I32, device="cpu")
 
@@ -271,6 +257,122 @@ def test_latent_plans_of_engines_stay_in_graphs(device):
         step.out.fill_(float("nan")), step.lse.fill_(float("nan"))
         replay()
         step.check()
+
+
+def test_captured_runs_of_the_older_latent_wrapper_follow_the_plan(device):
+    heads, pool = 16, torch.randn(POOL, PAGE, 576).to(BF16)
+    buffers = [torch.zeros(n, dtype=I32) for n in (4, POOL, 3)]
+    wrapper = fi.decode.BatchDecodeMlaWithPagedKVCacheWrapper(torch.empty(1, dtype=torch.uint8), True, False, *buffers)
+    q, out, now = torch.randn(3, heads, 576).to(BF16), torch.empty(3, heads, 512, dtype=BF16), {}
+
+    def plan(lens):
+        pages = [-(-n // PAGE) for n in lens]
+        now.update(lens=lens, ids=torch.randperm(POOL, device="cpu")[: sum(pages)].to(I32), indptr=sums(pages))
+        last = torch.tensor([(n - 1) % PAGE + 1 for n in lens], dtype=I32, device="cpu")
+        wrapper.plan(now["indptr"], now["ids"].to(q.device), last, heads, 512, PAGE, 0.1, data_type=BF16)
+
+    plan([5, 5, 5])
+    replay = recorded(device, lambda: wrapper.run(q[..., :512], q[..., 512:], pool[..., :512], pool[..., 512:], out=out))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for lens in ([5, 5, 5], [16, 17, 512], [700, 64, 5]):
+            q.copy_(torch.randn_like(q)), out.fill_(float("nan"))
+            plan(lens)
+            replay()
+            ends = now["indptr"].tolist()
+            for r, n in enumerate(lens):
+                k = pool[now["ids"][ends[r] : ends[r + 1]].long().to(q.device)].reshape(-1, 1, 576)[:n]
+                want = attention(q[r : r + 1], k, k[..., :512], 0.1)[0]
+                torch.testing.assert_close(out[r : r + 1].float(), want, atol=4e-2, rtol=4e-2)
+    for lens, match in (([5, 5], "indptr is 3, expected 4"), ([POOL * PAGE + 1, 5, 5], "expected at most")):
+        with pytest.raises(ValueError, match=match):
+            pages = [-(-n // PAGE) for n in lens]
+            wrapper.plan(sums(pages), torch.zeros(sum(pages), dtype=I32), torch.ones(len(lens), dtype=I32), heads, 512, PAGE, 0.1, data_type=BF16)
+    with pytest.raises(ValueError, match="paged_kv_indices_buffer should"):
+        fi.decode.BatchDecodeMlaWithPagedKVCacheWrapper(torch.empty(1), True, False, buffers[0], None, buffers[2])
+
+
+class Cascade:
+    """Three requests of ``rows`` query tokens each, of which the first two share a prefix and the last has one alone."""
+
+    GROUPS = ((0, 0, 1), (0, 1, 2))
+
+    def __init__(self, rows):
+        self.rows = rows
+        arrays = [[torch.zeros(n, dtype=I32) for n in sizes] for sizes in ((3, 4), (3, 4), (POOL, POOL), (2, 3))]
+        self.wrapper = fi.MultiLevelCascadeAttentionWrapper(2, torch.empty(1, dtype=torch.uint8), "NHD", True, *arrays)
+        self.cache = torch.randn(POOL, 2, PAGE, KV_HEADS, DIM).to(BF16)
+        self.q = torch.randn(3 * rows, HEADS, DIM).to(BF16)
+
+    def plan(self, prefixes, own):
+        free, host = torch.randperm(POOL, device="cpu").to(I32).tolist(), lambda x: torch.tensor(x, dtype=I32, device="cpu")
+        self.levels, arrays = [], [[], [], [], []]
+        for lens, requests in ((prefixes, (2, 1)), (own, (1, 1, 1))):
+            ids = [[free.pop() for _ in range(-(-n // PAGE))] for n in lens]
+            self.levels.append((lens, ids))
+            arrays[0].append(sums([self.rows * n for n in requests])), arrays[1].append(sums([len(i) for i in ids]))
+            arrays[2].append(host(sum(ids, [])).to(self.q.device)), arrays[3].append(host([(n - 1) % PAGE + 1 for n in lens]))
+        self.wrapper.plan(*arrays, HEADS, KV_HEADS, DIM, PAGE, causal=True, q_data_type=BF16)
+
+    def run(self):
+        self.out = self.wrapper.run(self.q, self.cache)
+
+    def check(self):
+        for r in range(3):
+            parts = [[], []]
+            for (lens, ids), group in zip(self.levels, self.GROUPS):
+                at = torch.tensor(ids[group[r]], device=self.q.device).long()
+                for i in (0, 1):
+                    parts[i].append(self.cache[at, i].reshape(-1, KV_HEADS, DIM)[: lens[group[r]]])
+            (k, v), rows = map(torch.cat, parts), slice(r * self.rows, (r + 1) * self.rows)
+            want = attention(self.q[rows], k, v, mask=visible(self.rows, len(k), True))[0]
+            torch.testing.assert_close(self.out[rows].float(), want, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 40])
+@pytest.mark.parametrize("side", [False, True])
+def test_a_captured_cascade_follows_the_plan(device, rows, side):
+    step = Cascade(rows)
+    step.plan([16, 16], [40, 40, 40])
+    step.run()
+    replay = recorded(device, step.run)
+    stream = torch.cuda.Stream() if side and device == "cuda" else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for prefixes, own in (([16, 16], [40, 40, 40]), ([320, 160], [41, 57, 170]), ([48, 500], [40, 44, 70]), ([32, 16], [200, 40, 60])):
+            step.q.copy_(torch.randn_like(step.q)), step.out.fill_(float("nan"))
+            if stream is not None:
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    step.plan(prefixes, own)
+                    replay()
+                torch.cuda.current_stream().wait_stream(stream)
+            else:
+                step.plan(prefixes, own)
+                replay()
+            step.check()
+
+
+def test_a_cascade_of_other_launches_warns(device):
+    if device == "cpu":
+        pytest.skip("nothing is captured")
+    step = Cascade(1)
+    step.plan([16, 16], [40, 40, 40])
+    recorded(device, step.run)
+    step.rows, step.q = 40, torch.randn(120, HEADS, DIM).to(BF16)
+    with pytest.warns(RuntimeWarning, match="capture"):
+        step.plan([16, 16], [40, 40, 40])
+    step.run()
+    step.check()
+
+
+def test_buffers_of_a_cascade_are_checked():
+    with pytest.raises(ValueError, match="qo_indptr_buf_arr should have a tensor for each of 2 levels"):
+        fi.MultiLevelCascadeAttentionWrapper(2, torch.empty(1, dtype=torch.uint8), "NHD", True)
+    step = Cascade(1)
+    step.wrapper._buffers[2][1] = torch.zeros(2, dtype=I32)
+    with pytest.raises(ValueError, match=r"paged_kv_indices_buf_arr\[1\] is 9, expected at most"):
+        step.plan([16, 16], [40, 40, 40])
 
 
 def test_latent_buffers_are_checked():

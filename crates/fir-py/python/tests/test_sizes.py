@@ -274,7 +274,8 @@ def test_older_latent_calls_of_other_sizes(heads, ckv, kpe, page, dtype):
     pages = Pages([5, 33], page, 1, ckv + kpe, dtype)
     latent, q = pages.kv[:, 0, :, 0], torch.randn(2, heads, ckv + kpe).to(dtype)
     keys = lambda r: (pages.request(r)[0], pages.request(r)[0][..., :ckv])
-    buffers = dict(paged_kv_indptr_buffer=i32(0), paged_kv_indices_buffer=i32(0), paged_kv_last_page_len_buffer=i32(0))
+    buffers = dict(paged_kv_indptr_buffer=torch.zeros_like(pages.indptr), paged_kv_indices_buffer=torch.zeros_like(pages.indices),
+                   paged_kv_last_page_len_buffer=torch.zeros_like(pages.last))
     wrapper = fi.BatchDecodeMlaWithPagedKVCacheWrapper(torch.empty(heads), True, heads == 4, **buffers)
     assert wrapper.is_cuda_graph_enabled and wrapper.use_tensor_cores == (heads == 4)
     wrapper.reset_workspace_buffer(torch.empty(heads), torch.empty(heads))

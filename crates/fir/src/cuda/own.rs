@@ -12,8 +12,8 @@ const OP: &str = "OwnKernel";
 /// A kernel of the caller's own, loaded on a device.
 #[derive(Debug)]
 pub struct OwnKernel {
-    gpu: Gpu,
     function: Function,
+    ordinal: u32,
 }
 
 /// Blocks of a launch, threads of a block, and the bytes of shared memory that a block asks for beside what it declares.
@@ -53,20 +53,23 @@ impl OwnKernel {
     pub fn load(gpu: &Gpu, cubin: &Cubin) -> Result<Self> {
         let stream = gpu.stream().ok_or_else(dry)?;
         let function = Function::load(stream.context(), &cubin.image, &cubin.symbol)?;
-        Ok(Self { gpu: gpu.clone(), function })
+        Ok(Self { function, ordinal: stream.context().ordinal() })
     }
 
-    /// Queues a launch on the stream of the executor that the kernel was loaded with, and returns.
+    /// Queues a launch on the stream of `gpu`, an executor of the device that the kernel was loaded on, and returns.
     ///
     /// # Safety
     /// The kernel takes parameters of these types, in this order. It reads and writes no memory but that of its arguments and its own, writes
     /// to none that is to be [read](KernelArg::Read), and the tensors live until the stream has come past it.
-    pub unsafe fn launch(&self, size: LaunchSize, args: &mut [KernelArg<'_>]) -> Result<()> {
-        let stream = self.gpu.stream().ok_or_else(dry)?;
+    pub unsafe fn launch(&self, gpu: &Gpu, size: LaunchSize, args: &mut [KernelArg<'_>]) -> Result<()> {
+        let stream = gpu.stream().ok_or_else(dry)?;
         if size.grid.contains(&0) || size.block.contains(&0) {
             return Err(Error::value(OP, "size", format!("{size:?}"), "a block and a thread at least"));
         }
-        let own = stream.context().ordinal();
+        let own = self.ordinal;
+        if stream.context().ordinal() != own {
+            return Err(Error::place(OP, "gpu", Place::Cuda(stream.context().ordinal()), Place::Cuda(own)));
+        }
         let address = |x: TensorRef<'_>| match x.span() {
             Some(span) if span.ordinal == own => Ok(span.address.to_le_bytes()),
             Some(span) => Err(Error::place(OP, "args", Place::Cuda(span.ordinal), Place::Cuda(own))),

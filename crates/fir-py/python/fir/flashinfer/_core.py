@@ -252,8 +252,18 @@ def is_captured(q: torch.Tensor) -> bool:
     return q.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def refuse_capture(q: torch.Tensor, what: str) -> None:
-    """For wrappers whose captured run would read memory that the next plan() replaces."""
-    if is_captured(q):
-        raise NotImplementedError(f"run() of {what} cannot be captured in a CUDA graph; run it eagerly, or use a wrapper of "
-                                  "batch decode or paged prefill with use_cuda_graph=True")
+def check_buffers(**buffers) -> None:
+    """Refuses CUDA-graph mode without its buffers."""
+    for name, buffer in buffers.items():
+        if not torch.is_tensor(buffer):
+            raise ValueError(f"{name} should be a torch.Tensor in CUDA graph mode")
+
+
+def keep(name: str, buffer: torch.Tensor, given: torch.Tensor, *, fixed: bool = True) -> None:
+    """Copies what a plan is given into the buffer that captured runs read; ``fixed``: one of the batch's size."""
+    if fixed and len(given) != len(buffer):
+        raise ValueError(f"The size of {name} is {len(given)}, expected {len(buffer)}, that of the buffer: the batch size is "
+                         "fixed in CUDA graph mode")
+    if len(given) > len(buffer):
+        raise ValueError(f"The size of {name} is {len(given)}, expected at most that of the allocated buffer, {len(buffer)}")
+    buffer[: len(given)].copy_(given)

@@ -12,7 +12,7 @@ import torch
 from . import _native
 from ._core import (
     F32, Attention, Planned, check_backend, check_dtypes, check_layout, dtype_of, host, is_captured, number, packed_mask,
-    refuse_capture, split_of, stored, unpack_kv,
+    split_of, stored, unpack_kv,
 )
 
 
@@ -31,7 +31,6 @@ class Wrapper:
     """A plan and how it is run. The workspace only tells the device; scratch is sized by the plan."""
 
     _plan_info = _block_tables = _max_total_num_rows = _told = _lse_like = _lse_rows = None
-    _captures = False
 
     def __init__(self, float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args, jit_kwargs=None) -> None:
         self._kv_layout = check_layout(kv_layout)
@@ -121,8 +120,6 @@ class Wrapper:
         """Checks, makes what is missing, and runs one layer."""
         if self._planned.plan is None:
             raise RuntimeError("plan() must be called before run()")
-        if self._use_cuda_graph and not self._captures:
-            refuse_capture(q, type(self).__name__)
         if q.dtype is not self._cached_q_data_type or k.dtype is not self._cached_kv_data_type:
             check_dtypes(q, k, self._cached_q_data_type, self._cached_kv_data_type)
         compiling = _native.is_compiling()
@@ -176,8 +173,6 @@ class Paged(Wrapper):
 
     With ``use_cuda_graph`` a run that was captured reads the buffers and the plan of the last ``plan()``; replay it on the
     stream that ``plan()`` was called on. A ``plan()`` that needs other launches than were captured warns."""
-
-    _captures = True
 
     def _take_buffers(self, names, qo, indptr, indices, last) -> None:
         """Buffers of CUDA-graph mode, which fix the batch's size."""

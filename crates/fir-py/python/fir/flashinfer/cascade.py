@@ -9,7 +9,7 @@ import torch
 
 from .. import _fir
 from . import _native
-from ._core import F32, Attention, check_layout, dtype_of, host, refuse_capture, unpack_kv
+from ._core import F32, Attention, check_buffers, check_layout, dtype_of, host, is_captured, keep, unpack_kv
 from .decode import BatchDecodeWithPagedKVCacheWrapper
 from .prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
 
@@ -47,7 +47,13 @@ def merge_states(v: torch.Tensor, s: torch.Tensor):
 
 class MultiLevelCascadeAttentionWrapper:
     """Attention over levels of shared pages: each level's groups of query tokens share its pages, the last level's are
-    the requests' own. The workspace only tells the device."""
+    the requests' own. The workspace only tells the device.
+
+    With ``use_cuda_graph`` a run that was captured reads the buffers and the plan of the last ``plan()``, of as many groups
+    and query tokens; replay it on the stream that ``plan()`` was called on. A ``plan()`` that needs other launches than were
+    captured warns."""
+
+    _BUFFERS = ("qo_indptr_buf_arr", "paged_kv_indptr_buf_arr", "paged_kv_indices_buf_arr", "paged_kv_last_page_len_buf_arr")
 
     def __init__(self, num_levels, float_workspace_buffer: Optional[torch.Tensor] = None, kv_layout: str = "NHD",
                  use_cuda_graph: bool = False, qo_indptr_buf_arr=None, paged_kv_indptr_buf_arr=None,
@@ -57,7 +63,14 @@ class MultiLevelCascadeAttentionWrapper:
         if self._float_workspace_buffer is None:
             raise TypeError("float_workspace_buffer is missing")
         self._kv_layout, self._use_cuda_graph = check_layout(kv_layout), use_cuda_graph
-        self._plan = None
+        self._plan = self._planned_for = None
+        if use_cuda_graph:
+            self._buffers = (qo_indptr_buf_arr, paged_kv_indptr_buf_arr, paged_kv_indices_buf_arr,
+                             paged_kv_last_page_len_buf_arr)
+            for name, buffers in zip(self._BUFFERS, self._buffers):
+                if buffers is None or len(buffers) != num_levels:
+                    raise ValueError(f"{name} should have a tensor for each of {num_levels} levels in CUDA graph mode")
+                check_buffers(**{f"{name}[{level}]": buffer for level, buffer in enumerate(buffers)})
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -77,7 +90,8 @@ class MultiLevelCascadeAttentionWrapper:
     ) -> None:
         """Plans the levels, the most shared first. Masks and positions are those of the whole request, so windows and
         rotations are right across levels. Requests that are too few to win by it are planned flat; page ids on a device are
-        then copied to the host, a copy and a wait for each level, and what is written to them later is not seen."""
+        then copied to the host, a copy and a wait for each level, and what is written to them later is not seen. In CUDA-graph
+        mode the levels stay."""
         arrays = (qo_indptr_arr, paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len)
         for name, array in zip(("qo_indptr_arr", "paged_kv_indptr_arr", "paged_kv_indices_arr",
                                 "paged_kv_last_page_len"), arrays):
@@ -90,8 +104,21 @@ class MultiLevelCascadeAttentionWrapper:
         )
         q_dtype = dtype_of(q_data_type)
         shape = (num_qo_heads, num_kv_heads, head_dim, head_dim, q_dtype, dtype_of(kv_data_type) or q_dtype, q_dtype)
-        levels = [(host(qo), host(indptr), indices, host(last)) for qo, indptr, indices, last in zip(*arrays)]
-        self._plan = _fir.CascadePlan(shape, self._attention.variant, like, page_size, levels)
+        offsets, ids = None, paged_kv_indices_arr
+        if self._use_cuda_graph:
+            for name, buffers, given in zip(self._BUFFERS, self._buffers, arrays):
+                for level, pair in enumerate(zip(buffers, given)):
+                    keep(f"{name}[{level}]", *pair, fixed=name != "paged_kv_indices_buf_arr")
+            if like.is_cuda:
+                offsets, ids = list(self._buffers[1]), self._buffers[2]
+        tables = zip(qo_indptr_arr, paged_kv_indptr_arr, ids, paged_kv_last_page_len)
+        levels = [(host(qo), host(indptr), indices, host(last)) for qo, indptr, indices, last in tables]
+        planned_for = (shape, self._attention.variant, like.device)
+        if offsets is not None and self._planned_for == planned_for:
+            self._plan.refill(like, page_size, levels, offsets)
+        else:
+            self._plan = _fir.CascadePlan(shape, self._attention.variant, like, page_size, levels, offsets=offsets)
+            self._planned_for = planned_for
         self._sm_scale = 1.0 / math.sqrt(head_dim) if sm_scale is None else sm_scale
 
     begin_forward = plan
@@ -100,11 +127,10 @@ class MultiLevelCascadeAttentionWrapper:
         """One layer: ``q``: ``[tokens, qo_heads, head_dim]``."""
         if self._plan is None:
             raise RuntimeError("plan() must be called before run()")
-        if self._use_cuda_graph:
-            refuse_capture(q, type(self).__name__)
         k, v = unpack_kv(paged_kv_cache)
         out = torch.empty_like(q)
-        self._plan.run(q, k, v, out, None, self._sm_scale, self._attention.params, 1.0, 1.0, self._kv_layout)
+        captured = self._use_cuda_graph and is_captured(q)
+        self._plan.run(q, k, v, out, None, self._sm_scale, self._attention.params, 1.0, 1.0, self._kv_layout, captured)
         return out
 
     forward = run

@@ -10,7 +10,8 @@ import torch
 
 from .. import _fir
 from ._core import (
-    F32, Attention, check_backend, check_layout, dtype_of, host, number, refuse, refuse_capture, split_of, stored, unpack_kv,
+    F32, Attention, check_backend, check_buffers, check_layout, dtype_of, host, is_captured, keep, number, refuse, split_of,
+    stored, unpack_kv,
 )
 from ._wrapper import Paged, block_scales, planned_types
 from .prefill import (
@@ -174,14 +175,19 @@ def fast_decode_plan(
 
 
 class BatchDecodeMlaWithPagedKVCacheWrapper:
-    """A decode batch of latent attention; the older one of two wrappers (see ``flashinfer.mla``)."""
+    """A decode batch of latent attention; the older one of two wrappers (see ``flashinfer.mla``), whose rules for CUDA graphs
+    it has."""
 
     def __init__(self, float_workspace_buffer: torch.Tensor, use_cuda_graph: bool = False,
                  use_tensor_cores: bool = False, paged_kv_indptr_buffer=None, paged_kv_indices_buffer=None,
                  paged_kv_last_page_len_buffer=None) -> None:
         self._float_workspace_buffer = float_workspace_buffer
         self._use_cuda_graph, self._use_tensor_cores = use_cuda_graph, use_tensor_cores
-        self._plan = None
+        self._plan = self._planned_for = None
+        self._buffers = (paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
+        if use_cuda_graph:
+            check_buffers(paged_kv_indptr_buffer=paged_kv_indptr_buffer, paged_kv_indices_buffer=paged_kv_indices_buffer,
+                          paged_kv_last_page_len_buffer=paged_kv_last_page_len_buffer)
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -203,15 +209,31 @@ class BatchDecodeMlaWithPagedKVCacheWrapper:
         logits_soft_cap: Optional[float] = None, data_type="float16", q_data_type=None,
         rope_scale: Optional[float] = None, rope_theta: Optional[float] = None,
     ) -> None:
-        """Plans a batch. Rotation is the caller's (``q_pe`` and ``kpe`` come rotated)."""
+        """Plans a batch. Rotation is the caller's (``q_pe`` and ``kpe`` come rotated); its part of a head is an eighth of
+        ``head_dim_compressed_kv`` until a run shows another."""
         if window_left >= 0:
             refuse("window_left", window_left, "-1")
         if logits_soft_cap:
             refuse("logits_soft_cap", logits_soft_cap, "None")
         self._data_type = dtype_of(data_type)
         self._q_data_type = dtype_of(q_data_type) or self._data_type
-        self._args = (host(indptr), indices, host(last_page_len), num_qo_heads, head_dim_compressed_kv, page_size)
-        self._sm_scale, self._plan = sm_scale, None
+        offsets = None
+        if self._use_cuda_graph:
+            keep("indptr", self._buffers[0], indptr)
+            keep("indices", self._buffers[1], indices, fixed=False)
+            keep("last_page_len", self._buffers[2], last_page_len)
+            if self._buffers[0].is_cuda:
+                offsets, indices = self._buffers[:2]
+        self._table, self._offsets = (page_size, host(indptr), indices, host(last_page_len)), offsets
+        self._heads, self._head_dim, self._sm_scale = num_qo_heads, head_dim_compressed_kv, sm_scale
+        self._fill(max(head_dim_compressed_kv // 8, 1), self._q_data_type)
+
+    def _fill(self, rotated, out_dtype) -> None:
+        shape = (self._heads, self._head_dim, rotated, self._q_data_type, self._data_type, out_dtype)
+        like = self._float_workspace_buffer
+        if self._planned_for != shape:
+            self._plan, self._planned_for = _fir.MlaPlan(shape, like, requests=len(self._table[-1])), shape
+        self._plan.plan(like, 1, *self._table, last_page=True, offsets=self._offsets)
 
     def run(
         self, q_nope: torch.Tensor, q_pe: torch.Tensor, paged_ckv_cache: torch.Tensor, paged_kpe_cache: torch.Tensor,
@@ -220,13 +242,14 @@ class BatchDecodeMlaWithPagedKVCacheWrapper:
         enable_pdl: bool = False,
     ):
         """One layer: ``q_nope``: ``[batch, heads, head_dim_ckv]``, ``q_pe``: ``[batch, heads, head_dim_kpe]``."""
-        if self._use_cuda_graph:
-            refuse_capture(q_nope, type(self).__name__)
-        indptr, indices, last, heads, dim, page_size = self._args
         if self._plan is None:
-            shape = (heads, dim, q_pe.shape[-1], self._q_data_type, self._data_type, q_nope.dtype)
-            self._plan = _fir.MlaPlan(shape, self._float_workspace_buffer, requests=len(last))
-            self._plan.plan(self._float_workspace_buffer, 1, page_size, indptr, indices, last, last_page=True)
+            raise RuntimeError("plan() must be called before run()")
+        captured = self._use_cuda_graph and is_captured(q_nope)
+        if self._planned_for[2] != q_pe.shape[-1] or self._planned_for[5] != q_nope.dtype:
+            if captured:
+                raise RuntimeError(f"run() with {q_pe.shape[-1]} rotated numbers to a head, {self._planned_for[2]} were planned: "
+                                   "run once before it is captured")
+            self._fill(q_pe.shape[-1], q_nope.dtype)
         if v_scale is not None and k_scale is not None and number(v_scale) != number(k_scale):
             refuse("v_scale", v_scale, "k_scale, as keys and values are the same numbers")
         out = torch.empty_like(q_nope) if out is None else out
@@ -235,7 +258,7 @@ class BatchDecodeMlaWithPagedKVCacheWrapper:
         scale = number(k_scale if k_scale is not None else v_scale)
         self._plan.run(
             q_nope, q_pe, paged_ckv_cache, paged_kpe_cache, self._sm_scale * number(q_scale), out,
-            lse if return_lse else None, scale, scale,
+            lse if return_lse else None, scale, scale, captured,
         )
         return (out, lse) if return_lse else out
 

@@ -9,7 +9,7 @@ import torch
 
 from .. import _fir
 from . import _native
-from ._core import F32, base_e, check_backend, host, is_captured, number, refuse
+from ._core import F32, base_e, check_backend, check_buffers, host, is_captured, keep, number, refuse
 from .prefill import table_of
 
 __all__ = ["BatchMLAPagedAttentionWrapper", "trtllm_batch_decode_with_kv_cache_mla", "xqa_batch_decode_with_kv_cache_mla"]
@@ -33,10 +33,7 @@ class BatchMLAPagedAttentionWrapper:
         self._int_workspace_buffer = self._pin_memory_int_workspace_buffer = None
         self.device, self._plan, self._planned_for = float_workspace_buffer.device, None, None
         if use_cuda_graph:
-            for name, buffer in (("qo_indptr", qo_indptr), ("kv_indptr", kv_indptr), ("kv_indices", kv_indices),
-                                 ("kv_len_arr", kv_len_arr)):
-                if not torch.is_tensor(buffer):
-                    raise ValueError(f"{name} should be a torch.Tensor in CUDA graph mode")
+            check_buffers(qo_indptr=qo_indptr, kv_indptr=kv_indptr, kv_indices=kv_indices, kv_len_arr=kv_len_arr)
         self._number, self._cached_module = _native.register(self), _Module(self)
 
     @property
@@ -51,17 +48,10 @@ class BatchMLAPagedAttentionWrapper:
     ) -> None:
         """Plans a batch; lengths are in tokens. ``use_profiler`` is ignored."""
         if self._use_cuda_graph:
-            for name, buffer, given in (("qo_indptr", self._qo_indptr_buf, qo_indptr),
-                                        ("kv_indptr", self._kv_indptr_buf, kv_indptr),
-                                        ("kv_len_arr", self._kv_len_arr_buf, kv_len_arr)):
-                if len(given) != len(buffer):
-                    raise ValueError(f"The size of {name} is {len(given)}, expected {len(buffer)}, that of the buffer: the "
-                                     "batch size is fixed in CUDA graph mode")
-                buffer.copy_(given)
-            if len(kv_indices) > len(self._kv_indices_buf):
-                raise ValueError(f"The size of kv_indices is {len(kv_indices)}, expected at most that of the allocated "
-                                 f"buffer, {len(self._kv_indices_buf)}")
-            self._kv_indices_buf[: len(kv_indices)].copy_(kv_indices)
+            keep("qo_indptr", self._qo_indptr_buf, qo_indptr)
+            keep("kv_indptr", self._kv_indptr_buf, kv_indptr)
+            keep("kv_len_arr", self._kv_len_arr_buf, kv_len_arr)
+            keep("kv_indices", self._kv_indices_buf, kv_indices, fixed=False)
         else:
             self._qo_indptr_buf, self._kv_indptr_buf = qo_indptr, kv_indptr
             self._kv_indices_buf, self._kv_len_arr_buf = kv_indices, kv_len_arr

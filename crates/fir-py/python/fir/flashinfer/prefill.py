@@ -191,7 +191,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
     With ``use_cuda_graph`` a run that was captured does the batch of the last ``plan()``, of as many tokens as the captured
     tensors have at most; replay it on the stream that ``plan()`` was called on."""
 
-    _captures, _captured_rows = True, None
+    _captured_rows = None
 
     def __init__(
         self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", use_cuda_graph: bool = False,

@@ -12,7 +12,7 @@ use super::hooks::Hooks;
 use super::{OutRows, Plan, check_last, strides};
 use crate::error::Result;
 use crate::plan::{DeviceSizes, Scratch};
-use crate::tensor::{DType, TensorMut};
+use crate::tensor::{DType, DeviceMemory as _, TensorMut};
 use crate::variant::Bound;
 
 params! {
@@ -50,25 +50,28 @@ pub(super) fn kernels() -> Vec<Source> {
 }
 
 /// The parts of a cascade's levels: where those of each token are.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct Parts {
     /// Rows of all levels, and the first of each.
     rows: usize,
     first: Vec<usize>,
-    /// As `levels.cuh` reads them; none on a dry run.
+    /// As `levels.cuh` reads them; none on a dry run. It stays where it is for as many tokens.
     memory: Option<Buffer>,
     len: usize,
 }
 
 impl Parts {
-    /// Of the levels' batches, of so many query tokens.
-    pub(crate) fn new(gpu: &Gpu, levels: &[&Plan], tokens: usize) -> Result<Self> {
-        let (mut rows, mut first) = (0, Vec::with_capacity(levels.len()));
+    /// Takes the parts of the levels' batches, of so many query tokens.
+    pub(crate) fn fill(&mut self, levels: &[&Plan], tokens: usize) -> Result<()> {
+        self.rows = 0;
+        self.first.clear();
         let head = levels.len().next_multiple_of(4);
         let mut words = vec![-1i32; head];
+        let mut most = head;
         for (l, plan) in levels.iter().enumerate() {
-            first.push(rows);
+            self.first.push(self.rows);
             let (heads, start) = (plan.kv_heads, words.len());
+            most += 4 * tokens * heads;
             for lane in &plan.lanes {
                 for m in lane.schedule.merges() {
                     if words.len() == start {
@@ -77,17 +80,27 @@ impl Parts {
                     }
                     for i in 0..m.q_len as usize {
                         let at = start + 4 * ((m.q_start as usize + i) * heads + m.head as usize);
-                        let row = rows + m.first as usize + i * plan.spec.group;
+                        let row = self.rows + m.first as usize + i * plan.spec.group;
                         words[at..at + 3].copy_from_slice(&[row as i32, m.stride as i32, m.parts as i32]);
                     }
                 }
-                rows += lane.schedule.partial_rows();
+                self.rows += plan.parts(lane)[0];
             }
         }
-        let len = size_of_val(&words[..]);
-        let memory = gpu.stream().map(|stream| Buffer::new(stream, len)).transpose()?;
-        memory.as_ref().map_or(Ok(()), |memory| gpu.send(bytemuck::cast_slice(&words), memory))?;
-        Ok(Self { rows, first, memory, len })
+        self.len = size_of_val(&words[..]);
+        let Some((gpu, stream)) = levels.first().and_then(|plan| Some((&plan.gpu, plan.gpu.stream()?))) else {
+            return Ok(());
+        };
+        let memory = match self.memory.take().filter(|memory| memory.span().len >= self.len) {
+            Some(memory) => memory,
+            None => Buffer::new(stream, most * size_of::<i32>())?,
+        };
+        gpu.send(bytemuck::cast_slice(&words), self.memory.insert(memory))
+    }
+
+    /// What a graph keeps of them: where they are, and the first rows of the levels.
+    pub(crate) fn place(&self) -> (u64, &[usize]) {
+        (self.address().0, &self.first)
     }
 
     fn address(&self) -> Address {

@@ -403,18 +403,14 @@ impl Plan {
     /// Rows of partial results and counters of merges that a lane needs. A balanced cut leaves two parts of a tile per
     /// worker at most: scratch of that size fits every later batch of the plan too.
     fn parts(&self, lane: &Lane) -> [usize; 2] {
-        let now = [lane.schedule.partial_rows(), lane.schedule.merges().len()];
-        if self.spec.states {
-            return [now[0], 0];
-        }
+        let mut now = [lane.schedule.partial_rows(), lane.schedule.merges().len()];
         let rows = lane.instance.rows;
-        if self.split == Split::Balanced && self.spec.group <= rows {
-            return [
-                now[0].max(2 * lane.workers * (rows / self.spec.group * self.spec.group)),
-                now[1].max(2 * lane.workers),
-            ];
+        if self.split == Split::Balanced && self.spec.group <= rows && (lane.loaded.is_some() || !self.spec.states) {
+            now[0] = now[0].max(2 * lane.workers * (rows / self.spec.group * self.spec.group));
+            now[1] = now[1].max(2 * lane.workers);
         }
-        now
+        // Nobody counts the merges of a cascade's levels.
+        if self.spec.states { [now[0], 0] } else { now }
     }
 
     /// Memory that a run needs: counters of merges, then the queue; pairs (m, d), then rows from a multiple of 16 bytes on.

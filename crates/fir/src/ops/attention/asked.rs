@@ -3,7 +3,7 @@
 use std::sync::LazyLock;
 
 use crate::error::Result;
-use crate::exec::{Call, Override};
+use crate::exec::{Call, Exec, Override};
 use crate::kv::{PageTable, Ragged};
 use crate::tensor::{TensorMut, TensorRef};
 use crate::variant::{Variant, causal, standard};
@@ -24,9 +24,9 @@ fn decodes(qo: &[i32]) -> bool {
     qo.windows(2).all(|w| w[1] - w[0] == 1)
 }
 
-/// Asks `over`; `ops` are its names for decodes and for anything else, `tensors` what is read of queries and cache.
+/// Asks `over`, of calls of `exec`; `ops` are its names for decodes and for anything else, `tensors` what is read of queries and cache.
 pub(super) fn ask<'a>(
-    over: &dyn Override,
+    (exec, over): (&Exec, &dyn Override),
     ops: [&'static str; 2],
     tensors: &[(&'static str, TensorRef<'a>)],
     (qo, index): (&'a [i32], Index<'a>),
@@ -56,5 +56,5 @@ pub(super) fn ask<'a>(
         }
     }
     let mut outputs: Vec<_> = [("output", out)].into_iter().chain(lse.map(|lse| ("lse", lse))).collect();
-    over.call(Call { op, inputs: &inputs, numbers: &[("sm_scale", sm_scale)], outputs: &mut outputs })
+    over.call(Call { exec, op, inputs: &inputs, numbers: &[("sm_scale", sm_scale)], outputs: &mut outputs })
 }

@@ -482,13 +482,13 @@ impl BatchPlan {
                 Kv::Paged(_, table) => {
                     let tensors = [("q", q), ("k_cache", pool.k), ("v_cache", pool.v)];
                     let ops = ["gqa_paged_decode", "gqa_paged_prefill_causal"];
-                    asked::ask(over, ops, &tensors, (&self.qo, asked::Index::Paged(table)), scale, to)
+                    asked::ask((exec, over), ops, &tensors, (&self.qo, asked::Index::Paged(table)), scale, to)
                 }
                 Kv::Ragged(ragged) => {
                     // Rows that lie one after another are a pool of one page.
                     let tensors = [("q", q), ("k", pool.k.select(0, 0)?), ("v", pool.v.select(0, 0)?)];
                     let index = asked::Index::Ragged(ragged.indptr());
-                    asked::ask(over, ["gqa_ragged_prefill_causal"; 2], &tensors, (&self.qo, index), scale, to)
+                    asked::ask((exec, over), ["gqa_ragged_prefill_causal"; 2], &tensors, (&self.qo, index), scale, to)
                 }
             }
         })?;

@@ -5,6 +5,9 @@
 //! the levels' states are merged row by row. Positions are those of the whole request, so any variant means the same
 //! as over flat KV.
 
+#[cfg(feature = "cuda")]
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
+
 use super::batch::{BatchPlan, Problem, Use, check_kv_lens, check_output, check_tokens, output_sink};
 use crate::cpu::attention::{self as kernel, Sink};
 use crate::cpu::pool::{RowsMut, RowsOnce};
@@ -16,6 +19,8 @@ use crate::cuda::attention::{
 use crate::error::{Error, Result};
 use crate::exec::Exec;
 use crate::kv::{Kv, Ragged};
+#[cfg(feature = "cuda")]
+use crate::plan::DeviceSizes;
 use crate::plan::{Schedule, Scratch, Split, Token};
 use crate::tensor::{TensorMut, TensorRef};
 use crate::variant::Params;
@@ -101,33 +106,58 @@ impl CascadePlan {
 
     /// Plans every level; the last one's groups are the requests.
     pub fn new(exec: &Exec, problem: Problem, levels: &[CascadeLevel<'_>], split: Split) -> Result<Self> {
-        let (kv_len, bases) = check_levels(&problem, levels)?;
+        check_levels(&problem, levels)?;
+        let plans = levels.iter().map(|l| BatchPlan::with_use(exec, problem.clone(), l.qo.batch(), split, Use::Level));
+        let mut plan = Self {
+            levels: plans.collect::<Result<_>>()?,
+            problem,
+            tokens: 0,
+            #[cfg(feature = "cuda")]
+            parts: matches!(exec, Exec::Cuda(_)).then(Parts::default),
+        };
+        plan.refill(levels)?;
+        Ok(plan)
+    }
+
+    /// Plans another batch of as many levels in the same memory, with the rules of
+    /// [`BatchPlan::with_capacity`](super::BatchPlan::with_capacity) for each of them: it has room for as many groups as the
+    /// first batch had. The launches of a captured graph are for as many query tokens as were captured.
+    pub fn refill(&mut self, levels: &[CascadeLevel<'_>]) -> Result<()> {
+        if levels.len() != self.levels.len() {
+            let (got, want) = (levels.len(), self.levels.len());
+            return Err(Error::Dim { op: OP, arg: "levels", axis: "levels", got, first: "plan", want });
+        }
+        let (kv_len, bases) = check_levels(&self.problem, levels)?;
         let mut tokens = Vec::new();
         if let Some(own) = levels.last() {
             Token::list(own.qo.lens(), &kv_len, &mut tokens);
         }
-        let plans = levels.iter().map(|l| BatchPlan::with_use(exec, problem.clone(), l.qo.batch(), split, Use::Level));
-        let mut plans = plans.collect::<Result<Vec<_>>>()?;
         #[cfg(feature = "cuda")]
-        share(&mut plans, levels);
-        for ((plan, level), base) in plans.iter_mut().zip(levels).zip(bases) {
+        share(&mut self.levels, levels);
+        for ((plan, level), base) in self.levels.iter_mut().zip(levels).zip(bases) {
             plan.refill_level(level.qo, level.kv_lens, &tokens, base)?;
         }
         #[cfg(feature = "cuda")]
-        let parts = match exec {
-            Exec::Cuda(gpu) => {
-                let plans: Vec<_> = plans.iter().filter_map(BatchPlan::on_gpu).collect();
-                Some(Parts::new(gpu, &plans, tokens.len())?)
-            }
-            Exec::Cpu(_) => None,
-        };
-        Ok(Self {
-            problem,
-            levels: plans,
-            tokens: tokens.len(),
-            #[cfg(feature = "cuda")]
-            parts,
-        })
+        if let Some(parts) = &mut self.parts {
+            let plans: Vec<_> = self.levels.iter().filter_map(BatchPlan::on_gpu).collect();
+            parts.fill(&plans, tokens.len())?;
+        }
+        self.tokens = tokens.len();
+        Ok(())
+    }
+
+    /// As [`BatchPlan::recorded`](super::BatchPlan::recorded), with what [`Self::scratch`] made.
+    #[cfg_attr(not(feature = "cuda"), expect(unused))]
+    pub fn recorded(&self, scratch: &[Scratch]) -> Option<u64> {
+        #[cfg(feature = "cuda")]
+        if let (Some(parts), Some((states, per_level))) = (&self.parts, scratch.split_last()) {
+            let levels: Option<Vec<_>> = self.levels.iter().zip(per_level).map(|(l, s)| l.recorded(s)).collect();
+            let levels = levels.filter(|l| l.len() == self.levels.len() && states.holds(self.state_sizes(parts)))?;
+            let mut hasher = DefaultHasher::new();
+            (levels, self.tokens, parts.place()).hash(&mut hasher);
+            return Some(hasher.finish());
+        }
+        None
     }
 
     /// Schedules of the levels.
@@ -142,10 +172,15 @@ impl CascadePlan {
         let mut states = Scratch::new(levels * self.state_floats(), 1, 0);
         #[cfg(feature = "cuda")]
         if let (Some(plan), Some(parts)) = (self.levels[0].on_gpu(), &self.parts) {
-            let p = &self.problem;
-            states = plan.scratch(States::sizes(levels, [self.tokens, p.qo_heads, p.head_dim_vo], parts));
+            states = plan.scratch(self.state_sizes(parts));
         }
         self.levels.iter().map(BatchPlan::scratch).chain([states]).collect()
+    }
+
+    #[cfg(feature = "cuda")]
+    fn state_sizes(&self, parts: &Parts) -> DeviceSizes {
+        let p = &self.problem;
+        States::sizes(self.levels.len(), [self.tokens, p.qo_heads, p.head_dim_vo], parts)
     }
 
     fn state_floats(&self) -> usize {
@@ -254,6 +289,7 @@ fn check_levels(problem: &Problem, levels: &[CascadeLevel<'_>]) -> Result<(Vec<u
 /// Lets the last level, of short query tiles, run beside the one before it, of long ones.
 #[cfg(feature = "cuda")]
 fn share(plans: &mut [BatchPlan], levels: &[CascadeLevel<'_>]) {
+    plans.iter_mut().for_each(|plan| plan.set_beside(gpu_kernel::share::Load::default()));
     let ([.., before, last], [.., first, second]) = (plans, levels) else { return };
     let load = |plan: &BatchPlan, level: &CascadeLevel<'_>| {
         plan.on_gpu().map(|plan| plan.load(level.qo.lens(), level.kv_lens)).unwrap_or_default()

@@ -268,7 +268,7 @@ impl MlaPlan {
             let tensors = [("q_nope", q_nope), ("q_pe", q_pe), ("ckv_cache", kv.ckv), ("kpe_cache", kv.kpe)];
             let (ops, index) = (["mla_paged_decode", "mla_paged_prefill_causal"], asked::Index::Paged(table));
             let to = (out.reborrow(), lse.as_mut().map(|l| l.reborrow()));
-            Ok(plain && asked::ask(over, ops, &tensors, (&self.qo, index), given, to)?)
+            Ok(plain && asked::ask((exec, over), ops, &tensors, (&self.qo, index), given, to)?)
         })?;
         if done {
             return Ok(());

@@ -166,6 +166,10 @@ fn splits_lengths_and_capacities_are_checked_when_planned() {
         CascadePlan::new(&exec(), problem(), &[level], Split::Off),
         &["CascadePlan", "`qo`", "2147483647 tokens", "2^24"],
     );
+    let level = CascadeLevel { qo: &Setup::qo(), kv_lens: &[3, 5] };
+    let mut cascade = CascadePlan::new(&exec(), problem(), &[level], Split::Off).unwrap();
+    refused(cascade.refill(&[level, level]), &["CascadePlan", "`levels`", "levels=2", "levels=1"]);
+    assert_eq!(cascade.recorded(&cascade.scratch()), None);
     let longest = i32::MAX as u32 - 64;
     refused(plan(&[longest, longest], Split::Fixed(64)), &["BatchPlan", "`split`", "Fixed(64)", "2^24 partial rows"]);
     for split in [Split::Balanced, Split::Off, Split::Fixed(1 << 30)] {
