@@ -195,7 +195,7 @@ fn what_does_not_build_is_a_compile_error() {
 
 /// On a GPU, which `FIR_BENCH_DEVICE` names: `cuda:0`.
 #[test]
-fn leaving_a_stream_running_is_a_runtime_error() {
+fn streams_left_running_and_graphs_of_other_inputs_are_seen() {
     let Some(mut config) = support::quick() else { return };
     let Ok(device) = std::env::var("FIR_BENCH_DEVICE") else {
         return eprintln!("skipped: FIR_BENCH_DEVICE names no GPU");
@@ -205,20 +205,51 @@ fn leaving_a_stream_running_is_a_runtime_error() {
     let leaks = "import torch\nside = torch.cuda.Stream()\ndef run(x, factor):\n    y = torch.empty_like(x)\n    \
         side.wait_stream(torch.cuda.current_stream())\n    with torch.cuda.stream(side):\n        \
         torch.cuda._sleep(4_000_000)\n        torch.mul(x, factor, out=y)\n    return y\n";
+    // Graphs: of the first call's inputs for all calls; beside the stream that is timed; and as it is right.
+    let graph = |body: &str, call: &str| {
+        format!(
+            "import torch\nside, graph = torch.cuda.Stream(), None\ndef run(x, factor):\n    global graph, xs, y\n    \
+            if graph is None:\n        xs, y = {body}, torch.empty_like(x)\n        torch.cuda.synchronize()\n        \
+            graph = torch.cuda.CUDAGraph()\n        with torch.cuda.graph(graph):\n            \
+            torch.cuda._sleep(200_000)\n            torch.mul(xs, factor, out=y)\n    {call}\n"
+        )
+    };
+    let first = graph("x", "graph.replay()\n    return y.clone()");
+    let aside = graph(
+        "x.clone()",
+        "side.wait_stream(torch.cuda.current_stream())\n    with torch.cuda.stream(side):\n        xs.copy_(x)\n        \
+        for _ in range(20):\n            graph.replay()\n    return y",
+    );
+    let right = graph("x.clone()", "xs.copy_(x)\n    graph.replay()\n    return y.clone()");
     let mut set = TraceSet::new(support::folder("streams"));
     set.add_definition(Definition::from_value(&support::definition()).unwrap()).unwrap();
     set.add_trace(Trace::of_workload("scale_h8", &workload(64, "w")).unwrap()).unwrap();
     let (honest, cached) = ("def run(x, factor):\n    return x * factor\n", CODE[2].2);
-    for (name, code) in [("leaks", leaks), ("honest", honest), ("cached", cached)] {
+    let all = [
+        ("leaks", leaks),
+        ("honest", honest),
+        ("cached", cached),
+        ("first", &first),
+        ("aside", &aside),
+        ("right", &right),
+    ];
+    for (name, code) in all {
         set.add_solution(Solution::from_value(&python(name, "test", code)).unwrap()).unwrap();
     }
     let results = support::results(&mut set, &config);
-    for (name, status) in
-        [("leaks", Status::RuntimeError), ("honest", Status::Passed), ("cached", Status::IncorrectNumerical)]
-    {
+    for (name, status) in [
+        ("leaks", Status::RuntimeError),
+        ("honest", Status::Passed),
+        ("cached", Status::IncorrectNumerical),
+        ("first", Status::IncorrectNumerical),
+        ("aside", Status::RuntimeError),
+        ("right", Status::Passed),
+    ] {
         let evaluation = results[name].evaluation().unwrap();
         eprintln!("{name}: {} {}", evaluation.status().name(), evaluation.log());
         assert_eq!(evaluation.status(), status, "{name}: {}", evaluation.log());
     }
-    assert!(results["leaks"].evaluation().unwrap().log().contains("another stream was left running"));
+    for name in ["leaks", "aside"] {
+        assert!(results[name].evaluation().unwrap().log().contains("another stream was left running"));
+    }
 }

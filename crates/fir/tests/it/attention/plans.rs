@@ -89,8 +89,7 @@ impl Shared {
         let levels: Vec<_> = tables.iter().zip(&lens).map(|(t, kv_lens)| CascadeLevel { qo: &t.0, kv_lens }).collect();
         // First of other lengths, so that what is checked was refilled.
         let other: Vec<Vec<u32>> = lens.iter().map(|lens| lens.iter().map(|len| len / 2 + 1).collect()).collect();
-        let before: Vec<_> =
-            tables.iter().zip(&other).map(|(t, kv_lens)| CascadeLevel { qo: &t.0, kv_lens }).collect();
+        let before: Vec<_> = tables.iter().zip(&other).map(|(t, kv_lens)| CascadeLevel { qo: &t.0, kv_lens }).collect();
         let mut plan = CascadePlan::new(exec, self.problem.clone(), &before, split).unwrap();
         plan.refill(&levels).unwrap();
         let kv: Vec<_> = tables.iter().map(|t| Kv::Paged(self.pool(), &t.1)).collect();
