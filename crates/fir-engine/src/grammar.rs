@@ -83,10 +83,10 @@ impl Grammars {
             return Err(bad(format!("{size} bytes, at most {MAX_TEXT} are read")));
         }
         let top = match grammar {
-            Grammar::Json => TopLevelGrammar::from_json_schema(serde_json::json!({ "type": "object" })),
+            Grammar::Json => TopLevelGrammar::from_json_schema(spaced(serde_json::json!({ "type": "object" }))),
             Grammar::JsonSchema(text) => {
                 let schema = serde_json::from_str(text).map_err(|e| bad(format!("the schema is not JSON: {e}")))?;
-                TopLevelGrammar::from_json_schema(schema)
+                TopLevelGrammar::from_json_schema(spaced(schema))
             }
             Grammar::Regex(text) => TopLevelGrammar::from_regex(text),
             Grammar::Lark(text) => TopLevelGrammar::from_lark(text.clone()),
@@ -107,6 +107,16 @@ impl Grammars {
         matcher.compute_mask_or_eos().map_err(|e| bad(e.to_string()))?;
         Ok(matcher)
     }
+}
+
+/// The schema with words on the space between its tokens: a blank, or a new line with its indentation. Small models that may
+/// write any amount of it write nothing else until they are cut off. A schema's own word stays.
+fn spaced(mut schema: serde_json::Value) -> serde_json::Value {
+    if let Some(schema) = schema.as_object_mut() {
+        let space = serde_json::json!({ "whitespace_pattern": r"\x20|\x0D?\x0A[\x20\x09]{0,16}" });
+        schema.entry("x-guidance").or_insert(space);
+    }
+    schema
 }
 
 #[cfg(test)]
@@ -140,6 +150,13 @@ mod tests {
             r#"{"type":"object","properties":{"n":{"type":"integer"}},"required":["n"],"additionalProperties":false}"#;
         let schema = Grammar::JsonSchema(schema.into());
         assert!(takes(&schema, "{\"n\": 12}") && !takes(&schema, "{\"n\": \"x\"}") && !takes(&schema, "{}"));
+        assert!(
+            takes(&schema, "{\r\n  \"n\":\n\t12\n}") && takes(&Grammar::Json, "{\n    \"a\" : [\n        1\n    ]\n}")
+        );
+        assert!(!takes(&schema, "{  \"n\": 12}") && !takes(&Grammar::Json, "{\n\n\"a\": 1}"));
+        let own = r#"{"type":"object","x-guidance":{"whitespace_flexible":false}}"#;
+        assert!(takes(&Grammar::JsonSchema(own.into()), "{\"a\":1}"));
+        assert!(!takes(&Grammar::JsonSchema(own.into()), "{\"a\": 1}"));
         let regex = Grammar::Regex("[a-c]+/[0-9]{2}".into());
         assert!(takes(&regex, "abc/42") && !takes(&regex, "abd/42") && !takes(&regex, "a/4"));
         let choice = Grammar::Choice(vec!["yes".into(), "no \"q\"\n".into(), "é".into()]);
