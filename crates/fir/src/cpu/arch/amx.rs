@@ -5,8 +5,8 @@
 //! block and no tile lives between two of them.
 //!
 //! A left operand is rows along the depth, as it lies in memory. A right operand is packed: a tile of 1 KB holds, for
-//! each of 16 depth groups of 4 bytes (2 bf16, 4 i8), those of its 16 columns side by side. See [`Tiles::pack_rows`] and
-//! [`Tiles::pack_columns`].
+//! each of 16 depth groups of 4 bytes (2 bf16, 4 i8), those of its 16 columns side by side. See [`Avx512::pack_rows`] and
+//! [`Avx512::pack_columns`].
 
 mod groups;
 
@@ -259,6 +259,62 @@ macro_rules! products {
     };
 }
 
+/// What packs tiles; pairs of numbers in vectors are of the same layout.
+impl Avx512 {
+    /// Packs 32 elements of each of 16 rows, from element `at` on, as the tile whose columns are those rows.
+    #[inline(always)]
+    pub(crate) fn pack_rows(self, rows: &[&[bf16]; 16], at: usize, tile: &mut [bf16]) {
+        let tile = tile.first_chunk_mut::<TILE>().expect("a tile");
+        let mut lines = [self.zero(); 16];
+        for (line, row) in lines.iter_mut().zip(rows) {
+            *line = self.line(&row[at..]);
+        }
+        // SAFETY: `self` proves AVX-512; 16 × 64 bytes are written to a tile of as many.
+        unsafe {
+            for (i, line) in transpose(lines).into_iter().enumerate() {
+                _mm512_storeu_si512(tile.as_mut_ptr().add(i * 32).cast(), line);
+            }
+        }
+    }
+
+    /// Packs 32 elements of each of 32 rows, from element `at` on, as two tiles, `apart` elements apart, whose depth those
+    /// rows are; whether all of them are finite.
+    #[inline(always)]
+    pub(crate) fn pack_columns(self, rows: &[&[bf16]; 32], at: usize, tiles: &mut [bf16], apart: usize) -> bool {
+        assert!(tiles.len() >= apart + TILE);
+        let (low, high) = (pairs(0), pairs(16));
+        let mut bad = 0;
+        for (pair, rows) in rows.as_chunks::<2>().0.iter().enumerate() {
+            let (even, odd) = (self.line(&rows[0][at..]), self.line(&rows[1][at..]));
+            // SAFETY: `self` proves AVX-512; a tile has 16 × 64 bytes, and both lie inside `tiles`.
+            unsafe {
+                let to = tiles.as_mut_ptr().add(pair * 32);
+                _mm512_storeu_si512(to.cast(), _mm512_permutex2var_epi16(even, low, odd));
+                _mm512_storeu_si512(to.add(apart).cast(), _mm512_permutex2var_epi16(even, high, odd));
+                // All ones in the exponent: infinite or no number.
+                let exponent = _mm512_set1_epi16(0x7f80);
+                bad |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(even, exponent), exponent)
+                    | _mm512_cmpeq_epi16_mask(_mm512_and_si512(odd, exponent), exponent);
+            }
+        }
+        bad == 0
+    }
+
+    /// The first 32 elements of a row.
+    #[inline(always)]
+    fn line(self, row: &[bf16]) -> __m512i {
+        let row = row.first_chunk::<32>().expect("32 elements").as_ptr();
+        // SAFETY: `self` proves AVX-512; the array has 64 bytes.
+        unsafe { _mm512_loadu_si512(row.cast()) }
+    }
+
+    #[inline(always)]
+    fn zero(self) -> __m512i {
+        // SAFETY: `self` proves AVX-512.
+        unsafe { _mm512_setzero_si512() }
+    }
+}
+
 impl Tiles {
     products!(product_bf16, bf16, f32, "tdpbf16ps");
 
@@ -422,59 +478,6 @@ impl Tiles {
                 options(nostack)
             );
         }
-    }
-
-    /// Packs 32 elements of each of 16 rows, from element `at` on, as the tile whose columns are those rows.
-    #[inline(always)]
-    pub(crate) fn pack_rows(self, rows: &[&[bf16]; 16], at: usize, tile: &mut [bf16]) {
-        let tile = tile.first_chunk_mut::<TILE>().expect("a tile");
-        let mut lines = [self.zero(); 16];
-        for (line, row) in lines.iter_mut().zip(rows) {
-            *line = self.line(&row[at..]);
-        }
-        // SAFETY: `self` proves AVX-512; 16 × 64 bytes are written to a tile of as many.
-        unsafe {
-            for (i, line) in transpose(lines).into_iter().enumerate() {
-                _mm512_storeu_si512(tile.as_mut_ptr().add(i * 32).cast(), line);
-            }
-        }
-    }
-
-    /// Packs 32 elements of each of 32 rows, from element `at` on, as two tiles, `apart` elements apart, whose depth those
-    /// rows are; whether all of them are finite.
-    #[inline(always)]
-    pub(crate) fn pack_columns(self, rows: &[&[bf16]; 32], at: usize, tiles: &mut [bf16], apart: usize) -> bool {
-        assert!(tiles.len() >= apart + TILE);
-        let (low, high) = (pairs(0), pairs(16));
-        let mut bad = 0;
-        for (pair, rows) in rows.as_chunks::<2>().0.iter().enumerate() {
-            let (even, odd) = (self.line(&rows[0][at..]), self.line(&rows[1][at..]));
-            // SAFETY: `self` proves AVX-512; a tile has 16 × 64 bytes, and both lie inside `tiles`.
-            unsafe {
-                let to = tiles.as_mut_ptr().add(pair * 32);
-                _mm512_storeu_si512(to.cast(), _mm512_permutex2var_epi16(even, low, odd));
-                _mm512_storeu_si512(to.add(apart).cast(), _mm512_permutex2var_epi16(even, high, odd));
-                // All ones in the exponent: infinite or no number.
-                let exponent = _mm512_set1_epi16(0x7f80);
-                bad |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(even, exponent), exponent)
-                    | _mm512_cmpeq_epi16_mask(_mm512_and_si512(odd, exponent), exponent);
-            }
-        }
-        bad == 0
-    }
-
-    /// The first 32 elements of a row.
-    #[inline(always)]
-    fn line(self, row: &[bf16]) -> __m512i {
-        let row = row.first_chunk::<32>().expect("32 elements").as_ptr();
-        // SAFETY: `self` proves AVX-512; the array has 64 bytes.
-        unsafe { _mm512_loadu_si512(row.cast()) }
-    }
-
-    #[inline(always)]
-    fn zero(self) -> __m512i {
-        // SAFETY: `self` proves AVX-512.
-        unsafe { _mm512_setzero_si512() }
     }
 
     /// Copies a block of 16 × 16 floats, `stride` apart in `x`, turned by a quarter: row `j` of `out` is column `j`.
@@ -758,7 +761,7 @@ mod tests {
                 let mut packed = vec![bf16::ZERO; J * steps * TILE];
                 for (t, tile) in packed.chunks_exact_mut(TILE).enumerate() {
                     let rows = std::array::from_fn(|r| &x[(16 * (t / steps) + r) * sa..]);
-                    tiles.pack_rows(&rows, 32 * (t % steps), tile);
+                    v.pack_rows(&rows, 32 * (t % steps), tile);
                 }
                 let mut c: Vec<f32> = (0..rows * sc).map(|i| i as f32).collect();
                 let old = c.clone();

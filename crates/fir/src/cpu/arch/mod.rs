@@ -14,7 +14,7 @@ mod x86;
 pub(crate) use amx::{Ahead, Amx, Fp8, Left, Right, Sums, TILE, TileKernel, Tiles};
 pub(crate) use portable::Portable;
 #[cfg(target_arch = "x86_64")]
-pub(crate) use x86::{Avx2, Avx512};
+pub(crate) use x86::{Avx2, Avx512, PairKernel};
 
 /// Asks for the lines `ahead` bytes behind those of `x`, wherever that is.
 #[inline(always)]

@@ -73,6 +73,26 @@ impl<const PAIRS: bool> Avx512<PAIRS> {
     }
 }
 
+/// A computation with sums of pairs beside vectors of f32.
+pub(crate) trait PairKernel {
+    /// What it returns.
+    type Out;
+    /// The algorithm. Implementations are `#[inline(always)]`.
+    fn run(self, v: Avx512, pairs: Avx512<true>) -> Self::Out;
+}
+
+impl Avx512<true> {
+    /// Runs `kernel` compiled for this level.
+    pub(crate) fn run_pairs<K: PairKernel>(self, kernel: K) -> K::Out {
+        #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
+        fn go<K: PairKernel>(kernel: K, pairs: Avx512<true>) -> K::Out {
+            kernel.run(Avx512(()), pairs)
+        }
+        // SAFETY: `self` exists, so `pairs` saw these features on this CPU.
+        unsafe { go(kernel, self) }
+    }
+}
+
 /// Calls an intrinsic that the token allows.
 macro_rules! with {
     ($token:expr, $e:expr) => {{

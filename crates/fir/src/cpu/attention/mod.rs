@@ -16,6 +16,8 @@ mod direct;
 mod merge;
 mod operand;
 #[cfg(target_arch = "x86_64")]
+mod pairs;
+#[cfg(target_arch = "x86_64")]
 mod pipe;
 #[cfg(target_arch = "x86_64")]
 mod stream;
@@ -229,6 +231,13 @@ impl<'a, 'b> Worker<'a, 'b> {
             if rows > DIRECT_ROWS {
                 return amx.run(tiles::TileItem { launch, item, buffer: tile, partials, sink, regs, states });
             }
+        }
+        #[cfg(target_arch = "x86_64")]
+        if let Some(pairs) = cpu.pairs()
+            && tiles::suits(launch)
+            && item.q_len.max(launch.tokens[item.q_start as usize].q_len as u32) as usize * launch.group > DIRECT_ROWS
+        {
+            return pairs.run_pairs(pairs::PairItem { launch, item, buffer: tile, partials, sink, regs, states });
         }
         cpu.run(RunItem { launch, item, tile, partials, sink, regs, states });
     }

@@ -87,14 +87,14 @@ pub(super) struct Buffers<'b> {
     pub v: &'b mut [bf16],
     /// `[STEP, dim_qk.max(dim_vo)]`
     step: &'b mut [bf16],
-    wide: &'b mut [f32],
+    pub wide: &'b mut [f32],
     /// `[span]`
     pub row: &'b mut [f32],
     pub span: usize,
 }
 
 impl<'b> Buffers<'b> {
-    fn new(buffer: &'b mut [f32], rows: usize, span: usize, dq: usize, dv: usize) -> Self {
+    pub(super) fn new(buffer: &'b mut [f32], rows: usize, span: usize, dq: usize, dv: usize) -> Self {
         let at = buffer.as_ptr().align_offset(64).min(16);
         let mut rest = &mut buffer[at..];
         let mut take = |n: usize| rest.split_off_mut(..n).expect("sized by `floats`");
@@ -106,7 +106,7 @@ impl<'b> Buffers<'b> {
     }
 
     /// Where the first block of outputs is in `sums`.
-    fn outputs(&self) -> usize {
+    pub(super) fn outputs(&self) -> usize {
         (RING + self.span / STEP) * BLOCK
     }
 
@@ -160,7 +160,7 @@ impl TileKernel for TileItem<'_, '_> {
                 let kv_pos = launch.kv_base.map_or(0, |b| b[item.request as usize]) + pos as i32;
                 let visible = see(launch, &block, kv_pos, n);
                 if visible != Visible::None {
-                    let finite = pack(v, tiles, launch, item, head, pos, n, &mut b, dq);
+                    let finite = pack(v, launch, item, head, pos, n, &mut b, dq);
                     let pipe = Pipe::new(v, tiles, launch, item, (head, kv_pos), finite, &mut b);
                     pipe.run(per_head, visible, n, regs, states);
                 }
@@ -191,11 +191,10 @@ pub(super) fn see(launch: &Launch<'_>, block: &Block, kv_pos: i32, n: usize) -> 
 }
 
 /// Packs keys and values of `n` positions from `pos` on, zeros up to the next step; whether all values are finite.
-#[expect(clippy::too_many_arguments, reason = "one call site")]
+#[expect(clippy::too_many_arguments, reason = "two call sites")]
 #[inline(always)]
-fn pack(
+pub(super) fn pack(
     v: Avx512,
-    tiles: Tiles,
     launch: &Launch<'_>,
     item: &Item,
     head: u32,
@@ -221,12 +220,12 @@ fn pack(
             let (low, high) = keys.split_at_mut(16 * dq);
             for (rows, tiles_of) in rows.as_chunks::<16>().0.iter().zip([low, high]) {
                 for c in (0..part.dim()).step_by(STEP) {
-                    tiles.pack_rows(rows, c, &mut tiles_of[(column + c) * 16..]);
+                    v.pack_rows(rows, c, &mut tiles_of[(column + c) * 16..]);
                 }
             }
             if launch.v.is_none() && column < dv {
                 for c in (0..part.dim().min(dv - column)).step_by(32) {
-                    finite &= tiles.pack_columns(&rows, c, &mut values[(column + c) / 16 * apart..], apart);
+                    finite &= v.pack_columns(&rows, c, &mut values[(column + c) / 16 * apart..], apart);
                 }
             }
             column += part.dim();
@@ -234,7 +233,7 @@ fn pack(
         if let Some(part) = &launch.v {
             let rows = rows_of(v, part, head, at, b.wide, b.step);
             for c in (0..dv).step_by(32) {
-                finite &= tiles.pack_columns(&rows, c, &mut values[c / 16 * apart..], apart);
+                finite &= v.pack_columns(&rows, c, &mut values[c / 16 * apart..], apart);
             }
         }
     }

@@ -150,7 +150,7 @@ struct Pack<'a> {
 impl TileKernel for Pack<'_> {
     type Out = ();
     #[inline(always)]
-    fn run(self, _: Avx512, tiles: Tiles) {
+    fn run(self, v: Avx512, _: Tiles) {
         let Self { x, first, from, side, to } = self;
         let k = x.row_len();
         for (at, tile) in to.chunks_exact_mut(TILE).enumerate() {
@@ -167,7 +167,7 @@ impl TileKernel for Pack<'_> {
                     end
                 };
             }
-            tiles.pack_rows(&lines, 0, tile);
+            v.pack_rows(&lines, 0, tile);
         }
     }
 }

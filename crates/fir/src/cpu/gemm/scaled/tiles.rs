@@ -162,7 +162,7 @@ struct Pack<'a, X> {
 impl<X: Lane> TileKernel for Pack<'_, X> {
     type Out = ();
     #[inline(always)]
-    fn run(self, _: Avx512, tiles: Tiles) {
+    fn run(self, v: Avx512, tiles: Tiles) {
         let Self { x, first, to } = self;
         let rows = 16.min(x.len() - first);
         let mut block = [[bf16::ZERO; STEP]; 16];
@@ -174,7 +174,7 @@ impl<X: Lane> TileKernel for Pack<'_, X> {
             for (line, row) in lines.iter_mut().zip(&block) {
                 *line = row;
             }
-            tiles.pack_rows(&lines, 0, tile);
+            v.pack_rows(&lines, 0, tile);
         }
     }
 }
