@@ -372,7 +372,8 @@ struct Chosen {
 
 enum Code {
     Library(Library),
-    Kernel(Kernel),
+    /// And the device that it is loaded on.
+    Kernel(Kernel, fir::Exec),
 }
 
 /// What a call says, for the expressions of a launch.
@@ -400,14 +401,13 @@ impl Override for Deployed {
             return Ok(false);
         }
         from_environment();
-        let place = place_of(call.exec);
-        let usable = |t: &TensorRef<'_>| t.place() == place && t.layout().is_contiguous();
+        let usable = |t: &TensorRef<'_>| t.place() == call.place && t.layout().is_contiguous();
         let all =
             call.inputs.iter().map(|(_, t)| usable(t)).chain(call.outputs.iter().map(|(_, t)| usable(&t.as_ref())));
         if !all.into_iter().all(|fits| fits) {
             return Ok(false);
         }
-        let device = if let Place::Cuda(ordinal) = place { ordinal as usize + 1 } else { 0 };
+        let device = if let Place::Cuda(ordinal) = call.place { ordinal as usize + 1 } else { 0 };
         let number = call.numbers.first().map_or(0, |(_, x)| x.to_bits() as usize);
         let mut key = vec![call.op.as_ptr() as usize, number, device];
         for (_, t) in call.inputs {
@@ -445,31 +445,23 @@ fn choose(call: &Call<'_, '_>) -> Option<Arc<Chosen>> {
     }
     let axes = definition.axes_of(&inputs.iter().map(Given::shape).collect::<Vec<_>>()).ok()?;
     let solution = table.choose(&name, &key_of(definition, &axes)).and_then(|c| table.solutions.get(c.solution()))?;
-    let code = match (solution.language(), call.exec) {
-        (Language::Rust | Language::Cpp, fir::Exec::Cpu(_)) => {
-            Code::Library(build::library(definition, solution).ok()?)
-        }
+    let code = match (solution.language(), call.place) {
+        (Language::Rust | Language::Cpp, Place::Host) => Code::Library(build::library(definition, solution).ok()?),
         // A kernel writes all outputs of its definition.
-        (Language::Cuda, fir::Exec::Cuda(_)) if call.outputs.len() == outputs.len() => {
-            Code::Kernel(build::kernel(definition, solution, call.exec, &Sizes(definition, &axes)).ok()?)
+        (Language::Cuda, Place::Cuda(ordinal)) if call.outputs.len() == outputs.len() => {
+            let exec = fir::Exec::cuda(ordinal).ok()?;
+            Code::Kernel(build::kernel(definition, solution, &exec, &Sizes(definition, &axes)).ok()?, exec)
         }
         _ => return None,
     };
     Some(Arc::new(Chosen { definition: definition.clone(), axes, code }))
 }
 
-fn place_of(exec: &fir::Exec) -> Place {
-    match exec {
-        fir::Exec::Cuda(gpu) => gpu.place(),
-        _ => Place::Host,
-    }
-}
-
 impl Chosen {
     fn run(&self, call: Call<'_, '_>) -> crate::Result<bool> {
         match &self.code {
             Code::Library(library) => self.call(library, call),
-            Code::Kernel(kernel) => {
+            Code::Kernel(kernel, exec) => {
                 let mut outputs: Vec<_> = call.outputs.iter_mut().map(|(n, t)| (*n, Some(t.reborrow()))).collect();
                 let mut find = |name: &str| {
                     let read = call.inputs.iter().find(|(n, _)| *n == name).map(|(_, t)| KernelArg::Read(*t));
@@ -477,7 +469,7 @@ impl Chosen {
                     let mut written = || outputs.iter_mut().find(|(n, _)| *n == name)?.1.take().map(KernelArg::Write);
                     read.or_else(number).or_else(&mut written)
                 };
-                kernel.run(call.exec, &mut find).map(|()| true)
+                kernel.run(exec, Some(call.stream), &mut find).map(|()| true)
             }
         }
     }

@@ -13,6 +13,7 @@ pub use crate::cuda::{
 };
 use crate::error::Result;
 pub use crate::overrides::{Call, Override};
+use crate::tensor::Place;
 
 /// Where operators run; every one takes it first.
 #[derive(Clone, Debug)]
@@ -64,6 +65,15 @@ impl Exec {
             Self::Cpu(cpu) => Self::Cpu(cpu.with_override(over)),
             #[cfg(feature = "cuda")]
             Self::Cuda(gpu) => Self::Cuda(gpu.with_override(over)),
+        }
+    }
+
+    /// Where it is, and the handle of the stream that it queues work on, as a [`Call`] has them.
+    pub(crate) fn queue(&self) -> (Place, usize) {
+        match self {
+            Self::Cpu(_) => (Place::Host, 0),
+            #[cfg(feature = "cuda")]
+            Self::Cuda(gpu) => (gpu.place(), gpu.stream().map_or(0, Stream::handle)),
         }
     }
 

@@ -3,8 +3,7 @@
 use std::fmt::Debug;
 
 use crate::error::Result;
-use crate::exec::Exec;
-use crate::tensor::{TensorMut, TensorRef};
+use crate::tensor::{Place, TensorMut, TensorRef};
 
 /// A call of an operator whose arguments were checked, in the words of FlashInfer-Trace's definitions.
 ///
@@ -21,8 +20,10 @@ use crate::tensor::{TensorMut, TensorRef};
 /// Index tensors are in host memory, the others where the executor is.
 #[derive(Debug)]
 pub struct Call<'c, 'a> {
-    /// Where it runs: on a GPU, the stream that work is to be queued on.
-    pub exec: &'c Exec,
+    /// Where the executor is.
+    pub place: Place,
+    /// Handle of the stream that it queues work on; 0 on the CPU.
+    pub stream: usize,
     /// What is computed.
     pub op: &'static str,
     /// Tensors that are read.

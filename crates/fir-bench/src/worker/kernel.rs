@@ -41,9 +41,14 @@ impl Kernel {
         self.launch = launch.clone();
     }
 
-    /// Queues a launch on `exec`; `find` gives the tensors and scalars of the definition by name, each once. Tensors live until
-    /// its stream has come past the launch.
-    pub(crate) fn run<'t>(&self, exec: &Exec, mut find: impl FnMut(&str) -> Option<KernelArg<'t>>) -> Result<()> {
+    /// Queues a launch on `exec`, or on another stream of its device by its handle; `find` gives the tensors and scalars of the
+    /// definition by name, each once. Tensors, and that stream, live until it has come past the launch.
+    pub(crate) fn run<'t>(
+        &self,
+        exec: &Exec,
+        stream: Option<usize>,
+        mut find: impl FnMut(&str) -> Option<KernelArg<'t>>,
+    ) -> Result<()> {
         let (Some(kernel), Exec::Cuda(gpu)) = (&self.loaded, exec) else {
             return Err(refuse("a kernel was compiled, and there is no GPU to run it on"));
         };
@@ -61,6 +66,12 @@ impl Kernel {
             |field: &str| [0, 1, 2].map(|i| self.launch[field][i].as_u64().unwrap_or(0).min(u32::MAX.into()) as u32);
         let shared = self.launch["shared"].as_u64().unwrap_or(0).min(u32::MAX.into()) as u32;
         let size = LaunchSize { grid: three("grid"), block: three("block"), shared };
+        let other = match (stream, gpu.stream()) {
+            // SAFETY: it lives, says the caller, and is dropped here.
+            (Some(handle), Some(own)) => Some(gpu.on_stream(&unsafe { own.foreign(handle) })?),
+            _ => None,
+        };
+        let gpu = other.as_ref().unwrap_or(gpu);
         // SAFETY: that it keeps to its tensors, and that the launch has an argument for each parameter, is for the solution to
         // keep: in a benchmark in a process made for it, and where it is deployed after a benchmark saw it do so.
         Ok(unsafe { kernel.launch(gpu, size, &mut list) }?)

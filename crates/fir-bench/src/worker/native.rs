@@ -195,7 +195,7 @@ impl Native {
                         }
                     })
                 };
-                kernel.run(exec, &mut find)
+                kernel.run(exec, None, &mut find)
             }
             _ => Err(refuse("nothing was built")),
         }

@@ -131,7 +131,7 @@ impl Gpu {
     }
 
     /// Where its tensors are; host memory on a dry run.
-    pub fn place(&self) -> Place {
+    pub(crate) fn place(&self) -> Place {
         self.stream().map_or(Place::Host, |s| Place::Cuda(s.context().ordinal()))
     }
 

@@ -263,7 +263,8 @@ fn run(
     let done = exec.overridden(|over| {
         let (inputs, numbers) = (&[("hidden_states", x), ("weight", p.weight)], &[("eps", p.eps)]);
         let outputs = &mut [("output", out.reborrow())];
-        Ok(p.op == "rms_norm" && over.call(Call { exec, op: "rmsnorm", inputs, numbers, outputs })?)
+        let (place, stream) = exec.queue();
+        Ok(p.op == "rms_norm" && over.call(Call { place, stream, op: "rmsnorm", inputs, numbers, outputs })?)
     })?;
     match exec {
         _ if done => Ok(()),
@@ -283,7 +284,8 @@ fn fused_add(exec: &Exec, p: Params<'_>, mut x: TensorMut<'_>, mut residual: Ten
     let done = exec.overridden(|over| {
         let (inputs, numbers) = (&[("weight", p.weight)], &[("eps", p.eps)]);
         let outputs = &mut [("hidden_states", x.reborrow()), ("residual", residual.reborrow())];
-        let call = Call { exec, op: "fused_add_rmsnorm", inputs, numbers, outputs };
+        let (place, stream) = exec.queue();
+        let call = Call { place, stream, op: "fused_add_rmsnorm", inputs, numbers, outputs };
         Ok(p.op == "fused_add_rms_norm" && over.call(call)?)
     })?;
     match exec {

@@ -56,5 +56,6 @@ pub(super) fn ask<'a>(
         }
     }
     let mut outputs: Vec<_> = [("output", out)].into_iter().chain(lse.map(|lse| ("lse", lse))).collect();
-    over.call(Call { exec, op, inputs: &inputs, numbers: &[("sm_scale", sm_scale)], outputs: &mut outputs })
+    let (place, stream) = exec.queue();
+    over.call(Call { place, stream, op, inputs: &inputs, numbers: &[("sm_scale", sm_scale)], outputs: &mut outputs })
 }

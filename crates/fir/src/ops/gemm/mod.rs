@@ -32,7 +32,8 @@ pub fn gemm(exec: &Exec, x: TensorRef<'_>, w: TensorRef<'_>, mut out: TensorMut<
     Dims::of("gemm").bind("x", &x, &["m", "k"])?.bind("w", &w, &["n", "k"])?.bind("out", &out, &["m", "n"])?;
     let done = exec.overridden(|over| {
         let outputs = &mut [("C", out.reborrow())];
-        over.call(Call { exec, op: "gemm", inputs: &[("A", x), ("B", w)], numbers: &[], outputs })
+        let (place, stream) = exec.queue();
+        over.call(Call { place, stream, op: "gemm", inputs: &[("A", x), ("B", w)], numbers: &[], outputs })
     })?;
     if done {
         return Ok(());
