@@ -359,6 +359,8 @@ impl<F: ?Sized> Op<F> {
 pub struct Deployed {
     /// A generation of the stack, and what was chosen in it by what a call looks like.
     made: Mutex<(u64, Choices)>,
+    /// What was chosen before: kernels may still be queued, or in graphs.
+    kept: Mutex<Vec<Arc<Chosen>>>,
 }
 
 type Choices = HashMap<Vec<usize>, Option<Arc<Chosen>>>;
@@ -414,11 +416,14 @@ impl Override for Deployed {
             key.push(t.dtype() as usize);
             key.extend(t.shape());
         }
+        key.extend(call.outputs.iter().map(|(_, t)| t.dtype() as usize));
         let generation = GENERATION.load(Ordering::Acquire);
         let chosen = {
             let mut made = self.made.lock().unwrap_or_else(PoisonError::into_inner);
             if made.0 != generation {
-                *made = (generation, HashMap::new());
+                let old = std::mem::replace(&mut *made, (generation, HashMap::new()));
+                let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+                kept.extend(old.1.into_values().flatten());
             }
             match made.1.get(&key) {
                 Some(chosen) => chosen.clone(),

@@ -91,6 +91,10 @@ impl Table {
         let (indptr, ids) = (host_i32(indptr, "indptr")?, indices.extract::<Arg>()?);
         let lens = host_i32(lens, if what == Lens::LastPage { "last_page_len" } else { "kv_len" })?;
         if ids.place()? == Place::Host {
+            if offsets.is_some() && matches!(exec, Exec::Cuda(_)) {
+                let want = "a device, as the offsets are: graphs read both";
+                return Err(to_py(Error::place("plan", "indices", Place::Host, want)));
+            }
             let ids = host_i32(&ids, "indices")?;
             // The pool is not known before `run`, which sees that it has this many pages; unused slots may hold anything.
             let tokens = tokens_of(&indptr, &lens, page_size, what);
@@ -512,6 +516,13 @@ fn level_tables(
     given: &[PagedLevel<'_>],
     offsets: Option<&[Bound<'_, PyAny>]>,
 ) -> PyResult<(Vec<Ragged>, Vec<Table>)> {
+    if let Some(offsets) = offsets
+        && offsets.len() != given.len()
+    {
+        let (got, want) = (offsets.len(), given.len());
+        let error = Error::Dim { op: "CascadePlan", arg: "offsets", axis: "levels", got, first: "levels", want };
+        return Err(to_py(error));
+    }
     let (mut qo, mut tables) = (vec![], vec![]);
     for (l, (rows, indptr, indices, last)) in given.iter().enumerate() {
         let offsets = offsets.and_then(|all| all.get(l));

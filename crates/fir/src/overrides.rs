@@ -19,6 +19,7 @@ use crate::tensor::{Place, TensorMut, TensorRef};
 ///
 /// Index tensors are in host memory, the others where the executor is.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct Call<'c, 'a> {
     /// Where the executor is.
     pub place: Place,

@@ -67,7 +67,7 @@ impl Kernel {
         let shared = self.launch["shared"].as_u64().unwrap_or(0).min(u32::MAX.into()) as u32;
         let size = LaunchSize { grid: three("grid"), block: three("block"), shared };
         let other = match (stream, gpu.stream()) {
-            // SAFETY: it lives, says the caller, and is dropped here.
+            // SAFETY: it is the stream of an executor that is borrowed by the call, or its user's; it is dropped here.
             (Some(handle), Some(own)) => Some(gpu.on_stream(&unsafe { own.foreign(handle) })?),
             _ => None,
         };

@@ -259,11 +259,13 @@ def test_latent_plans_of_engines_stay_in_graphs(device):
         step.check()
 
 
-def test_captured_runs_of_the_older_latent_wrapper_follow_the_plan(device):
-    heads, pool = 16, torch.randn(POOL, PAGE, 576).to(BF16)
+@pytest.mark.parametrize("rotated", [64, 32])
+def test_captured_runs_of_the_older_latent_wrapper_follow_the_plan(device, rotated):
+    heads, width = 16, 512 + rotated
+    pool = torch.randn(POOL, PAGE, width).to(BF16)
     buffers = [torch.zeros(n, dtype=I32) for n in (4, POOL, 3)]
     wrapper = fi.decode.BatchDecodeMlaWithPagedKVCacheWrapper(torch.empty(1, dtype=torch.uint8), True, False, *buffers)
-    q, out, now = torch.randn(3, heads, 576).to(BF16), torch.empty(3, heads, 512, dtype=BF16), {}
+    q, out, now = torch.randn(3, heads, width).to(BF16), torch.empty(3, heads, 512, dtype=BF16), {}
 
     def plan(lens):
         pages = [-(-n // PAGE) for n in lens]
@@ -281,7 +283,7 @@ def test_captured_runs_of_the_older_latent_wrapper_follow_the_plan(device):
             replay()
             ends = now["indptr"].tolist()
             for r, n in enumerate(lens):
-                k = pool[now["ids"][ends[r] : ends[r + 1]].long().to(q.device)].reshape(-1, 1, 576)[:n]
+                k = pool[now["ids"][ends[r] : ends[r + 1]].long().to(q.device)].reshape(-1, 1, width)[:n]
                 want = attention(q[r : r + 1], k, k[..., :512], 0.1)[0]
                 torch.testing.assert_close(out[r : r + 1].float(), want, atol=4e-2, rtol=4e-2)
     for lens, match in (([5, 5], "indptr is 3, expected 4"), ([POOL * PAGE + 1, 5, 5], "expected at most")):

@@ -60,7 +60,8 @@ impl OwnKernel {
     ///
     /// # Safety
     /// The kernel takes parameters of these types, in this order. It reads and writes no memory but that of its arguments and its own, writes
-    /// to none that is to be [read](KernelArg::Read), and the tensors live until the stream has come past it.
+    /// to none that is to be [read](KernelArg::Read), and the tensors and `self` live until the stream has come past it, or the graph that it is
+    /// recorded in is gone.
     pub unsafe fn launch(&self, gpu: &Gpu, size: LaunchSize, args: &mut [KernelArg<'_>]) -> Result<()> {
         let stream = gpu.stream().ok_or_else(dry)?;
         if size.grid.contains(&0) || size.block.contains(&0) {

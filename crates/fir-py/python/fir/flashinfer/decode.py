@@ -183,7 +183,7 @@ class BatchDecodeMlaWithPagedKVCacheWrapper:
                  paged_kv_last_page_len_buffer=None) -> None:
         self._float_workspace_buffer = float_workspace_buffer
         self._use_cuda_graph, self._use_tensor_cores = use_cuda_graph, use_tensor_cores
-        self._plan = self._planned_for = None
+        self._plan = self._planned_for = self._shown = None
         self._buffers = (paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
         if use_cuda_graph:
             check_buffers(paged_kv_indptr_buffer=paged_kv_indptr_buffer, paged_kv_indices_buffer=paged_kv_indices_buffer,
@@ -226,13 +226,17 @@ class BatchDecodeMlaWithPagedKVCacheWrapper:
                 offsets, indices = self._buffers[:2]
         self._table, self._offsets = (page_size, host(indptr), indices, host(last_page_len)), offsets
         self._heads, self._head_dim, self._sm_scale = num_qo_heads, head_dim_compressed_kv, sm_scale
-        self._fill(max(head_dim_compressed_kv // 8, 1), self._q_data_type)
+        # What runs were captured with stays what it is.
+        heads = (num_qo_heads, head_dim_compressed_kv, self._q_data_type, self._data_type)
+        shown = self._shown is not None and self._shown[0] == heads
+        self._fill(*(self._shown[1] if shown else (max(head_dim_compressed_kv // 8, 1), self._q_data_type)))
 
     def _fill(self, rotated, out_dtype) -> None:
         shape = (self._heads, self._head_dim, rotated, self._q_data_type, self._data_type, out_dtype)
         like = self._float_workspace_buffer
-        if self._planned_for != shape:
-            self._plan, self._planned_for = _fir.MlaPlan(shape, like, requests=len(self._table[-1])), shape
+        if self._planned_for != (shape, like.device):
+            self._plan = _fir.MlaPlan(shape, like, requests=len(self._table[-1]))
+            self._planned_for = (shape, like.device)
         self._plan.plan(like, 1, *self._table, last_page=True, offsets=self._offsets)
 
     def run(
@@ -245,11 +249,13 @@ class BatchDecodeMlaWithPagedKVCacheWrapper:
         if self._plan is None:
             raise RuntimeError("plan() must be called before run()")
         captured = self._use_cuda_graph and is_captured(q_nope)
-        if self._planned_for[2] != q_pe.shape[-1] or self._planned_for[5] != q_nope.dtype:
+        shape, shows = self._planned_for[0], (q_pe.shape[-1], q_nope.dtype)
+        if (shape[2], shape[5]) != shows:
             if captured:
-                raise RuntimeError(f"run() with {q_pe.shape[-1]} rotated numbers to a head, {self._planned_for[2]} were planned: "
-                                   "run once before it is captured")
-            self._fill(q_pe.shape[-1], q_nope.dtype)
+                raise RuntimeError(f"run() with {q_pe.shape[-1]} rotated numbers to a head of {q_nope.dtype}, planned were "
+                                   f"{shape[2]} of {shape[5]}: run once before it is captured")
+            self._shown = ((*shape[:2], *shape[3:5]), shows)
+            self._fill(*shows)
         if v_scale is not None and k_scale is not None and number(v_scale) != number(k_scale):
             refuse("v_scale", v_scale, "k_scale, as keys and values are the same numbers")
         out = torch.empty_like(q_nope) if out is None else out

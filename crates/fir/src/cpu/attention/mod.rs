@@ -228,19 +228,27 @@ impl<'a, 'b> Worker<'a, 'b> {
                 }
                 return;
             }
-            if rows > DIRECT_ROWS {
+            if rows > DIRECT_ROWS && many_round(launch) {
                 return amx.run(tiles::TileItem { launch, item, buffer: tile, partials, sink, regs, states });
             }
         }
         #[cfg(target_arch = "x86_64")]
         if let Some(pairs) = cpu.pairs()
             && tiles::suits(launch)
+            && many_round(launch)
             && item.q_len.max(launch.tokens[item.q_start as usize].q_len as u32) as usize * launch.group > DIRECT_ROWS
         {
             return pairs.run_pairs(pairs::PairItem { launch, item, buffer: tile, partials, sink, regs, states });
         }
         cpu.run(RunItem { launch, item, tile, partials, sink, regs, states });
     }
+}
+
+/// Whether many rows may have their weights rounded to bf16 where few have not. Not at a level of a cascade where bits are
+/// promised: there it is the number of requests that makes the rows many.
+#[cfg(target_arch = "x86_64")]
+fn many_round(launch: &Launch<'_>) -> bool {
+    launch.few_in_tiles || launch.kv_base.is_none()
 }
 
 /// An item as several, of so many heads each.

@@ -60,7 +60,7 @@ impl PairKernel for PairItem<'_, '_> {
             let block = block_of(tokens, head..head + 1, group);
             let mut pos = item.kv_start;
             while pos < item.kv_end {
-                let n = (item.kv_end - pos).min(b.span as u32) as usize;
+                let n = (item.kv_end - pos).min(b.span as u32 - pos % b.span as u32) as usize;
                 let kv_pos = launch.kv_base.map_or(0, |b| b[item.request as usize]) + pos as i32;
                 if see(launch, &block, kv_pos, n) != Visible::None {
                     let finite = pack(v, launch, item, head, pos, n, &mut b, dq);
@@ -172,8 +172,8 @@ impl Span<'_, '_> {
             narrow(v, &s[..len], &mut p[..len]);
             p[len..len.next_multiple_of(2 * LANES)].fill(bf16::ZERO);
         }
-        if masked && !self.finite {
-            return self.visible(seen, first, count, scores, b.v, width, outputs);
+        if !self.finite {
+            return self.visible(seen, first, count, b.p, b.v, width, outputs);
         }
         let p = bytemuck::cast_slice::<bf16, f32>(b.p);
         let values = bytemuck::cast_slice::<bf16, f32>(b.v);
@@ -200,7 +200,7 @@ impl Span<'_, '_> {
         seen: std::ops::Range<usize>,
         first: usize,
         count: usize,
-        scores: &[f32],
+        weights: &[bf16],
         values: &[bf16],
         width: usize,
         outputs: &mut [f32],
@@ -208,7 +208,7 @@ impl Span<'_, '_> {
         let dv = self.launch.dim_vo;
         for r in 0..count {
             for j in seen.clone() {
-                let p = scores[r * width + j];
+                let p = weights[r * width + j].to_f32();
                 if p == 0.0 {
                     continue;
                 }

@@ -34,9 +34,8 @@ const ROWS_AHEAD: usize = 8;
 /// the output, and head dims are whole pairs of tiles.
 pub(super) fn suits(launch: &Launch<'_>) -> bool {
     let program = launch.program;
-    let dim_qk: usize = launch.k.iter().map(Operand::dim).sum();
-    dim_qk > 0
-        && launch.k.iter().all(|part| part.dim().is_multiple_of(STEP))
+    !launch.k.is_empty()
+        && launch.k.iter().all(|part| part.dim() > 0 && part.dim().is_multiple_of(STEP))
         && launch.dim_vo.is_multiple_of(2 * 16)
         && launch.out == DType::BF16
         && program.softmax()
@@ -75,7 +74,7 @@ pub(super) struct TileItem<'a, 'b> {
 
 /// A worker's buffer, cut up.
 pub(super) struct Buffers<'b> {
-    /// Tiles of 16 rows `[rows / 16, dim_qk / STEP]`
+    /// Tiles of 16 rows `[rows / 16, dim_qk / STEP]`; without tiles rows, as weights and sums are
     pub q: &'b mut [bf16],
     /// Blocks: [`RING`], then `[span / STEP]` of scores, then `[rows / STRIP, dim_vo / STEP]` of outputs.
     pub sums: &'b mut [f32],
@@ -156,7 +155,8 @@ impl TileKernel for TileItem<'_, '_> {
             let block = block_of(tokens, head..head + 1, group);
             let mut pos = item.kv_start;
             while pos < item.kv_end {
-                let n = (item.kv_end - pos).min(b.span as u32) as usize;
+                // Borders of spans are where they are for any other rows.
+                let n = (item.kv_end - pos).min(b.span as u32 - pos % b.span as u32) as usize;
                 let kv_pos = launch.kv_base.map_or(0, |b| b[item.request as usize]) + pos as i32;
                 let visible = see(launch, &block, kv_pos, n);
                 if visible != Visible::None {

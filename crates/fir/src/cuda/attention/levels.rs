@@ -98,9 +98,9 @@ impl Parts {
         gpu.send(bytemuck::cast_slice(&words), self.memory.insert(memory))
     }
 
-    /// What a graph keeps of them: where they are, and the first rows of the levels.
-    pub(crate) fn place(&self) -> (u64, &[usize]) {
-        (self.address().0, &self.first)
+    /// What a graph keeps of them: where they are, how many rows, and the first of each level.
+    pub(crate) fn place(&self) -> (u64, usize, &[usize]) {
+        (self.address().0, self.rows, &self.first)
     }
 
     fn address(&self) -> Address {

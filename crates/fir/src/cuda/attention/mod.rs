@@ -460,6 +460,7 @@ impl Plan {
             let list = lane.loaded.as_ref().filter(|(_, list)| !list.is_empty());
             (list.map(|(_, list)| list.items().0), self.parts_before(i)).hash(&mut hasher);
         }
+        self.most_parts().hash(&mut hasher);
         hasher.finish()
     }
 

@@ -47,6 +47,8 @@ pub struct CascadePlan {
     problem: Problem,
     levels: Vec<BatchPlan>,
     tokens: usize,
+    /// Not after a refill that failed on its way.
+    filled: bool,
     /// On a GPU: what was cut of the levels.
     #[cfg(feature = "cuda")]
     parts: Option<Parts>,
@@ -112,6 +114,7 @@ impl CascadePlan {
             levels: plans.collect::<Result<_>>()?,
             problem,
             tokens: 0,
+            filled: false,
             #[cfg(feature = "cuda")]
             parts: matches!(exec, Exec::Cuda(_)).then(Parts::default),
         };
@@ -132,6 +135,7 @@ impl CascadePlan {
         if let Some(own) = levels.last() {
             Token::list(own.qo.lens(), &kv_len, &mut tokens);
         }
+        self.filled = false;
         #[cfg(feature = "cuda")]
         share(&mut self.levels, levels);
         for ((plan, level), base) in self.levels.iter_mut().zip(levels).zip(bases) {
@@ -142,7 +146,7 @@ impl CascadePlan {
             let plans: Vec<_> = self.levels.iter().filter_map(BatchPlan::on_gpu).collect();
             parts.fill(&plans, tokens.len())?;
         }
-        self.tokens = tokens.len();
+        (self.tokens, self.filled) = (tokens.len(), true);
         Ok(())
     }
 
@@ -150,7 +154,7 @@ impl CascadePlan {
     #[cfg_attr(not(feature = "cuda"), expect(unused))]
     pub fn recorded(&self, scratch: &[Scratch]) -> Option<u64> {
         #[cfg(feature = "cuda")]
-        if let (Some(parts), Some((states, per_level))) = (&self.parts, scratch.split_last()) {
+        if let (true, Some(parts), Some((states, per_level))) = (self.filled, &self.parts, scratch.split_last()) {
             let levels: Option<Vec<_>> = self.levels.iter().zip(per_level).map(|(l, s)| l.recorded(s)).collect();
             let levels = levels.filter(|l| l.len() == self.levels.len() && states.holds(self.state_sizes(parts)))?;
             let mut hasher = DefaultHasher::new();
@@ -192,6 +196,9 @@ impl CascadePlan {
         const OP: &str = "CascadePlan::run";
         let CascadeArgs { q, kv, params, sm_scale, scratch, out, lse } = args;
         let (p, n) = (&self.problem, self.levels.len());
+        if !self.filled {
+            return Err(Error::value(OP, "plan", "one whose refill failed", "one that was refilled since"));
+        }
         if kv.len() != n {
             return Err(Error::Dim { op: OP, arg: "kv", axis: "levels", got: kv.len(), first: "plan", want: n });
         }

@@ -96,7 +96,7 @@ impl Bytes<'_> {
     }
 
     fn head_dim(&mut self) -> usize {
-        if self.rarely() { self.size() } else { [1, 7, 8, 16, 17, 24, 33][self.below(7)] }
+        if self.rarely() { self.size() } else { [1, 7, 8, 16, 17, 24, 32, 33, 64][self.below(9)] }
     }
 
     fn problem(&mut self) -> Problem {

@@ -216,6 +216,57 @@ fn cascades_pay_where_much_is_shared_and_never_where_nothing_is() {
     });
 }
 
+/// The bits of a row are its own: in any piece of its prompt, and in any group of a cascade.
+#[test]
+fn rows_of_bf16_have_their_bits_in_any_company() {
+    let mut rng = Rng::new(7);
+    let (d, dim) = (DType::BF16, 64);
+    let (q, k, v) = (rng.tensor(d, &[900, 1, dim]), rng.tensor(d, &[900, 1, dim]), rng.tensor(d, &[900, 1, dim]));
+    let rows = |t: &Tensor, range: std::ops::Range<usize>| t.view().slice(0, range).unwrap().to_f32_vec().unwrap();
+    for level in fir::exec::Level::available() {
+        let exec = &Exec::cpu_with(level, 3).unwrap();
+        let windowed = variant::causal().and(variant::sliding_window()).unwrap();
+        let params = Params::new().i32("window_left", 100);
+        let piece = |range: std::ops::Range<usize>| {
+            let (qo, kv) = (Ragged::from_lens(&[range.len() as u32]), Ragged::from_lens(&[range.end as u32]));
+            let (qo, kv) = (qo.unwrap(), kv.unwrap());
+            let problem = Problem::new(1, 1, dim, d, windowed.clone());
+            let plan = BatchPlan::new(exec, problem, &qo, kv.lens(), Split::Off).unwrap();
+            let mut out = poisoned(d, &[range.len(), 1, dim]);
+            let (q, end) = (q.view().slice(0, range.clone()).unwrap(), range.end);
+            let (k, v) = (k.view().slice(0, 0..end).unwrap(), v.view().slice(0, 0..end).unwrap());
+            let (kv, scratch, params) = (Kv::Ragged(RaggedKv::new(k, v, &kv).unwrap()), &mut plan.scratch(), &params);
+            let args = BatchArgs { q, kv, params, sm_scale: None, scratch, out: out.view_mut(), lse: None };
+            plan.run(exec, args).unwrap();
+            out
+        };
+        assert_eq!(rows(&piece(0..900), 300..400), rows(&piece(300..400), 0..100), "{level}, a piece");
+
+        let table = |lens: &[i32], first: i32| {
+            let ends: Vec<i32> = lens.iter().scan(0, |at, n| Some(std::mem::replace(at, *at + n))).collect();
+            let all = ends.last().unwrap() + lens.last().unwrap();
+            let indptr = ends.iter().copied().chain([all]).collect::<Vec<_>>();
+            PageTable::with_lens(1, 900, indptr, (first..first + all).collect::<Vec<_>>(), lens).unwrap()
+        };
+        let pages = |t: &Tensor| t.clone().reshaped(&[900, 1, 1, dim]).unwrap();
+        let (k, v) = (pages(&k), pages(&v));
+        let among = |requests: usize| {
+            let (all, each) = (Ragged::from_lens(&[requests as u32]).unwrap(), Ragged::ones(requests).unwrap());
+            let (prefix, own) = (table(&[300], 0), table(&vec![20; requests], 300));
+            let levels = [(&all, &prefix), (&each, &own)].map(|(qo, t)| CascadeLevel { qo, kv_lens: t.lens() });
+            let problem = Problem::new(1, 1, dim, d, variant::causal());
+            let plan = CascadePlan::new(exec, problem, &levels, Split::Fixed(64)).unwrap();
+            let pool = PagedKv::new(k.view(), v.view(), KvLayout::Nhd).unwrap();
+            let mut out = poisoned(d, &[requests, 1, dim]);
+            let (kv, scratch) = (&[Kv::Paged(pool, &prefix), Kv::Paged(pool, &own)], &mut plan.scratch()[..]);
+            let (q, params, out_) = (q.view().slice(0, 0..requests).unwrap(), &Params::new(), out.view_mut());
+            plan.run(exec, CascadeArgs { q, kv, params, sm_scale: None, scratch, out: out_, lse: None }).unwrap();
+            out
+        };
+        assert_eq!(rows(&among(8), 0..8), rows(&among(9), 0..8), "{level}, a cascade");
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
     /// Of four requests and more: the naive errors of a few rows may all be small by luck.
@@ -373,7 +424,7 @@ fn latent_attention_matches_reference() {
         (DType::BF16, DType::E4M3, DType::BF16),
         (DType::E4M3, DType::E5M2, DType::F32),
     ] {
-        for (heads, ckv, kpe) in [(16, 512, 64), (3, 40, 8), (128, 24, 0), (1, 512, 64)] {
+        for (heads, ckv, kpe) in [(16, 512, 64), (3, 40, 8), (128, 24, 0), (16, 64, 0), (1, 512, 64)] {
             for (causal, scales) in [(false, (0.5, 2.0)), (true, (0.5, 2.0)), (true, (1.0, 1.0))] {
                 let mut rng = Rng::new(2);
                 let (q_lens, kv_lens) = ([1u32, 3, 1, 0, 1], [70i32, 9, 0, 5, 200]);
