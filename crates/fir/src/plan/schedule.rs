@@ -285,15 +285,14 @@ impl Schedule {
             let (per_head, cost, rows) = (tiles(e), tile_cost(e.q_len * cut.group), e.q_len * cut.group);
             // Where it is read more than it is computed with, whole rows of tokens are read faster than every worker's heads
             // of them (1 x 16384, 8 heads, 2 cores of a Zen 4: 30.5 GB/s and 25.3), if a share has room for 8 tiles of them:
-            // half a tile to either side is then 6 % of it.
-            let joined = !cut.in_step && rows <= FEW_ROWS && total >= 8 * cost * heads * workers;
+            // what a border moves is then an eighth of it at most.
+            let joined = heads > 1 && !cut.in_step && rows <= FEW_ROWS && total >= 8 * cost * heads * workers;
             let (all, cost) = if joined { (per_head, cost * heads) } else { (per_head * heads, cost) };
             let (mut at, mut parts, first) = (0, 0, self.partial_rows);
             while at < all {
                 let border = share(total, worker + 1, workers);
-                let room = border.saturating_sub(done);
-                // The tile that crosses the border of a share goes to the share it starts in; one of all heads to the nearer.
-                let room = if joined { (room + cost / 2) / cost } else { room.div_ceil(cost) };
+                // The tile that crosses the border of a share goes to the share it starts in.
+                let room = border.saturating_sub(done).div_ceil(cost);
                 if room == 0 && worker + 1 < workers {
                     self.bounds.push(self.items.len() as u32);
                     worker += 1;
@@ -683,7 +682,7 @@ mod tests {
             let heads = u64::from(kv_heads);
             let tile = |e: &Entry| {
                 let one = tile_cost(e.q_len * group);
-                let joined = e.q_len * group <= FEW_ROWS && total >= 8 * one * heads * workers as u64;
+                let joined = kv_heads > 1 && e.q_len * group <= FEW_ROWS && total >= 8 * one * heads * workers as u64;
                 if joined { one * heads } else { one }
             };
             let tile = entries.iter().map(tile).max().unwrap_or(0);

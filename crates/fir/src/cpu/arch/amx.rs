@@ -761,7 +761,7 @@ mod tests {
                 let mut packed = vec![bf16::ZERO; J * steps * TILE];
                 for (t, tile) in packed.chunks_exact_mut(TILE).enumerate() {
                     let rows = std::array::from_fn(|r| &x[(16 * (t / steps) + r) * sa..]);
-                    v.pack_rows(&rows, 32 * (t % steps), tile);
+                    tiles.amx.0.pack_rows(&rows, 32 * (t % steps), tile);
                 }
                 let mut c: Vec<f32> = (0..rows * sc).map(|i| i as f32).collect();
                 let old = c.clone();
