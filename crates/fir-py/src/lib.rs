@@ -5,6 +5,7 @@ mod error;
 mod llm;
 mod ops;
 mod plan;
+mod table;
 mod tensor;
 mod values;
 mod variant;

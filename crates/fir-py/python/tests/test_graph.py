@@ -70,28 +70,34 @@ def recorded(device, function):
     return graph.replay
 
 
+def follow(device, step, replay, side, *batches):
+    """Plans one batch after another, on a stream of its own or not, and replays: each time what was planned is computed."""
+    stream = torch.cuda.Stream() if side and device == "cuda" else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for batch in batches:
+            step.q.copy_(torch.randn_like(step.q))
+            for out in (step.out, getattr(step, "lse", step.out)):
+                out.fill_(float("nan"))
+            if stream is not None:
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    step.plan(*batch)
+                    replay()
+                torch.cuda.current_stream().wait_stream(stream)
+            else:
+                step.plan(*batch)
+                replay()
+            step.check()
+
+
 @pytest.mark.parametrize("q_len", [None, 1, 4])
 @pytest.mark.parametrize("side", [False, True])
 def test_a_captured_run_follows_the_plan(device, q_len, side):
     step = Step(q_len)
     step.plan([40, 5, 300])
     replay = recorded(device, step.run)
-    stream = torch.cuda.Stream() if side and device == "cuda" else None
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for lens in ([40, 5, 300], [16, 17, 512], [700, 64, 4], [200, 201, 202], [4, 4, 4]):
-            step.q.copy_(torch.randn_like(step.q))
-            step.out.fill_(float("nan"))
-            if stream is not None:
-                stream.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(stream):
-                    step.plan(lens)
-                    replay()
-                torch.cuda.current_stream().wait_stream(stream)
-            else:
-                step.plan(lens)
-                replay()
-            step.check()
+    follow(device, step, replay, side, ([40, 5, 300],), ([16, 17, 512],), ([700, 64, 4],), ([200, 201, 202],), ([4, 4, 4],))
 
 
 def test_a_batch_of_other_launches_warns(device):
@@ -222,22 +228,7 @@ def test_captured_latent_attention_follows_the_plan(device, heads, rows, causal,
     # Nothing is cut at first, and nothing merged: later it is.
     step.plan([5, 5, 5])
     replay = recorded(device, step.run)
-    stream = torch.cuda.Stream() if side and device == "cuda" else None
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for lens in ([5, 5, 5], [16, 17, 512], [700, 64, 5], [200, 201, 202], [6, 6, 6]):
-            step.q.copy_(torch.randn_like(step.q))
-            step.out.fill_(float("nan")), step.lse.fill_(float("nan"))
-            if stream is not None:
-                stream.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(stream):
-                    step.plan(lens)
-                    replay()
-                torch.cuda.current_stream().wait_stream(stream)
-            else:
-                step.plan(lens)
-                replay()
-            step.check()
+    follow(device, step, replay, side, ([5, 5, 5],), ([16, 17, 512],), ([700, 64, 5],), ([200, 201, 202],), ([6, 6, 6],))
 
 
 def test_latent_plans_of_engines_stay_in_graphs(device):
@@ -338,21 +329,7 @@ def test_a_captured_cascade_follows_the_plan(device, rows, side):
     step.plan([16, 16], [40, 40, 40])
     step.run()
     replay = recorded(device, step.run)
-    stream = torch.cuda.Stream() if side and device == "cuda" else None
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for prefixes, own in (([16, 16], [40, 40, 40]), ([320, 160], [41, 57, 170]), ([48, 500], [40, 44, 70]), ([32, 16], [200, 40, 60])):
-            step.q.copy_(torch.randn_like(step.q)), step.out.fill_(float("nan"))
-            if stream is not None:
-                stream.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(stream):
-                    step.plan(prefixes, own)
-                    replay()
-                torch.cuda.current_stream().wait_stream(stream)
-            else:
-                step.plan(prefixes, own)
-                replay()
-            step.check()
+    follow(device, step, replay, side, ([16, 16], [40, 40, 40]), ([320, 160], [41, 57, 170]), ([48, 500], [40, 44, 70]), ([32, 16], [200, 40, 60]))
 
 
 def test_a_cascade_of_other_launches_warns(device):

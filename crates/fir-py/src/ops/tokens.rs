@@ -8,7 +8,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use super::{Arg, prepare, run};
-use crate::plan::{Lens, Table};
+use crate::table::{Lens, Table};
 use crate::tensor::exec_of;
 use crate::values::{KvOrder, ragged};
 use crate::variant::Rope;

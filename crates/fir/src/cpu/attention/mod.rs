@@ -208,12 +208,11 @@ impl<'a, 'b> Worker<'a, 'b> {
         // The request's rows and not the item's, whose last tile may have few: a row's bits do not depend on where it stands.
         // (At a level of a cascade an item has rows of many requests.)
         #[cfg(target_arch = "x86_64")]
-        if let Some(amx) = cpu.amx()
-            && tiles::suits(launch)
-        {
+        if tiles::suits(launch) {
             let tokens = item.q_len.max(launch.tokens[item.q_start as usize].q_len as u32) as usize;
             let rows = tokens * launch.group;
-            if rows <= if tokens == 1 { stream::MOST } else { DIRECT_ROWS }
+            if let Some(amx) = cpu.amx()
+                && rows <= if tokens == 1 { stream::MOST } else { DIRECT_ROWS }
                 && launch.few_in_tiles
                 && stream::suits(launch)
             {
@@ -228,27 +227,27 @@ impl<'a, 'b> Worker<'a, 'b> {
                 }
                 return;
             }
-            if rows > DIRECT_ROWS && many_round(launch) {
-                return amx.run(tiles::TileItem { launch, item, buffer: tile, partials, sink, regs, states });
+            // Weights are rounded to bf16, where those of few rows are not. Not at a level of a cascade where bits are
+            // promised: there it is the number of requests that makes the rows many.
+            if rows > DIRECT_ROWS && (launch.few_in_tiles || launch.kv_base.is_none()) {
+                if let Some(amx) = cpu.amx() {
+                    return amx.run(tiles::TileItem { launch, item, buffer: tile, partials, sink, regs, states });
+                }
+                if let Some(pairs) = cpu.pairs() {
+                    return pairs.run_pairs(tiles::TileItem {
+                        launch,
+                        item,
+                        buffer: tile,
+                        partials,
+                        sink,
+                        regs,
+                        states,
+                    });
+                }
             }
-        }
-        #[cfg(target_arch = "x86_64")]
-        if let Some(pairs) = cpu.pairs()
-            && tiles::suits(launch)
-            && many_round(launch)
-            && item.q_len.max(launch.tokens[item.q_start as usize].q_len as u32) as usize * launch.group > DIRECT_ROWS
-        {
-            return pairs.run_pairs(pairs::PairItem { launch, item, buffer: tile, partials, sink, regs, states });
         }
         cpu.run(RunItem { launch, item, tile, partials, sink, regs, states });
     }
-}
-
-/// Whether many rows may have their weights rounded to bf16 where few have not. Not at a level of a cascade where bits are
-/// promised: there it is the number of requests that makes the rows many.
-#[cfg(target_arch = "x86_64")]
-fn many_round(launch: &Launch<'_>) -> bool {
-    launch.few_in_tiles || launch.kv_base.is_none()
 }
 
 /// An item as several, of so many heads each.

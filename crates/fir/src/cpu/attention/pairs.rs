@@ -4,13 +4,12 @@
 //! instruction: for every span of KV positions and head, strips of query rows take their scores, turn them into weights
 //! rounded to bf16, and add the weighted values. A vector of sums is 16 positions, or 16 columns of the output.
 
-use super::tiles::{Buffers, STRIP, pack, see};
+use super::tiles::{Buffers, STRIP, TileItem, pack, see};
 use super::{
-    At, Item, Launch, Operand, Registers, Sink, State, ask_row, block_of, ctx_of, end_row, locate, row_ctx,
-    start_state, weigh,
+    At, Item, Launch, Operand, Registers, State, ask_row, block_of, ctx_of, end_row, locate, row_ctx, start_state,
+    weigh,
 };
 use crate::cpu::arch::{Avx512, PairKernel};
-use crate::cpu::pool::RowsOnce;
 use crate::cpu::rows::narrow;
 use crate::cpu::vector::Vector;
 use crate::plan::TILE_KV;
@@ -21,18 +20,7 @@ use crate::variant::Visible;
 const BLOCK: usize = 4;
 const LANES: usize = 16;
 
-/// One item of the schedule.
-pub(super) struct PairItem<'a, 'b> {
-    pub launch: &'b Launch<'a>,
-    pub item: &'b Item,
-    pub buffer: &'b mut [f32],
-    pub partials: &'b RowsOnce<'b, f32>,
-    pub sink: &'b Sink<'a>,
-    pub regs: &'b mut Registers,
-    pub states: &'b mut [State],
-}
-
-impl PairKernel for PairItem<'_, '_> {
+impl PairKernel for TileItem<'_, '_> {
     type Out = ();
     #[inline(always)]
     fn run(self, v: Avx512, pairs: Avx512<true>) {

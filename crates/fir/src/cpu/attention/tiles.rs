@@ -61,7 +61,7 @@ pub(super) fn floats(dim_qk: usize, dim_vo: usize, shape: Shape) -> usize {
         + 16
 }
 
-/// One item of the schedule.
+/// One item of the schedule, for tiles or pairs.
 pub(super) struct TileItem<'a, 'b> {
     pub launch: &'b Launch<'a>,
     pub item: &'b Item,
