@@ -482,10 +482,16 @@ mod tests {
         Ok((fine, String::from_utf8(out)?))
     }
 
+    /// A test's own folder, which is not there yet.
+    fn folder(name: &str) -> PathBuf {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/tmp/trace").join(name);
+        let _ = std::fs::remove_dir_all(&root);
+        root
+    }
+
     /// A set of one definition, with a solution that passed and one that did not.
     fn example(name: &str) -> String {
-        let root = std::env::temp_dir().join(format!("fir-trace-{}-{name}", std::process::id()));
-        let _ = std::fs::remove_dir_all(&root);
+        let root = folder(name);
         let write = |path: &str, text: &str| {
             let path = root.join(path);
             std::fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -527,7 +533,7 @@ mod tests {
             said.contains("s1 [n=4]  1.0000 ms") && said.contains("ann: 2.000 times the speed of `baseline`"),
             "{said}"
         );
-        let merged = format!("{root}-merged");
+        let merged = folder("ranked-merged").display().to_string();
         let (_, said) = trace(&["merge", &root, &root, "-o", &merged]).unwrap();
         assert!(said.contains(": 6 new\n") && said.contains(": 0 new\n"), "{said}");
         assert!(trace(&["report", &merged]).unwrap().1.contains("| s1 | ann | 1 of 1 | 1.500 |"));
@@ -542,8 +548,7 @@ mod tests {
     /// Folders may be laid out otherwise: what is added goes to its place, and nothing that was there is written again.
     #[test]
     fn what_is_synthesized_is_added_to_a_set_of_any_layout() {
-        let root = std::env::temp_dir().join(format!("fir-trace-{}-flat", std::process::id()));
-        let _ = std::fs::remove_dir_all(&root);
+        let root = folder("flat");
         std::fs::create_dir_all(root.join("definitions")).unwrap();
         let text = r#"{"name": "rmsnorm_h8", "op_type": "rmsnorm", "axes": {"n": {"type": "var"}, "h": {"type": "const", "value": 8}},
             "inputs": {"hidden_states": {"shape": ["n", "h"], "dtype": "float32"}, "weight": {"shape": ["h"], "dtype": "float32"}},
@@ -562,8 +567,7 @@ mod tests {
 
     #[test]
     fn a_running_engine_is_recorded() {
-        let root = std::env::temp_dir().join(format!("fir-trace-{}-recorded", std::process::id()));
-        let _ = std::fs::remove_dir_all(&root);
+        let root = folder("recorded");
         let recorder = Arc::new(Recorder::new(TraceSet::new(&root), Dump::Integers, Keep::FirstByLengths(1)));
         let exec = fir::Exec::cpu().unwrap().with_override(recorder.clone());
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fir-engine/tests/golden/llama");

@@ -1,11 +1,13 @@
 """``apply``: calls go to the solution that was measured to be best at their size."""
 
+import atexit
 import dataclasses
 import functools
 import hashlib
 import importlib.util
 import math
 import pathlib
+import shutil
 import sys
 import tempfile
 
@@ -182,10 +184,18 @@ def _dtype(torch, spec):
     return getattr(torch, "float4_e2m1fn_x2" if spec.dtype.value == "float4_e2m1" else spec.dtype.value)
 
 
+@functools.cache
+def _folder():
+    """Where this process puts sources of solutions, until it ends."""
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="fir-bench-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
 def _load(solution):
     """A function of a definition, axes, inputs and outputs, from a solution's Python."""
     package = "fir_bench_" + hashlib.sha1(solution.model_dump_json().encode()).hexdigest()
-    folder = pathlib.Path(tempfile.mkdtemp(prefix="fir-bench-")) / package
+    folder = _folder() / package
     for source in solution.sources:
         path = folder / source.path
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -17,6 +17,7 @@ use super::{Item, Launch, Operand, Registers, State, base, block_of, hooks, natu
 use crate::cpu::arch::{Avx512, Right, TILE, Tiles};
 use crate::cpu::vector::Vector;
 use crate::variant::Visible;
+use crate::variant::row::Test;
 
 /// What the weights of a span may add up to before a row takes a new maximum.
 const TOO_MUCH: f32 = 65_536.0;
@@ -30,8 +31,8 @@ struct Strip {
     count: usize,
     /// Positions that some of its rows see: from a step's start on.
     seen: Range<usize>,
-    /// Those among them that some see and some do not.
-    mixed: Range<usize>,
+    /// Those among them that all see, from the start of a step to the start of one or the end.
+    clear: Range<usize>,
 }
 
 /// A block of a strip on its way through the pipeline.
@@ -90,6 +91,8 @@ impl<'a, 'b, 'c> Pipe<'a, 'b, 'c> {
         states: &mut [State],
     ) {
         let program = self.launch.program;
+        let hooked = program.has_logits() || program.has_output();
+        let by_column = program.mask.iter().any(|of| matches!(of.test, Test::Columns(_)));
         let (mut first, mut strip, mut at, mut slot) = (0, None::<Strip>, 0, 0);
         // Blocks behind the one whose products run; the weights of the older are taken beside them.
         let (mut old, mut new): (Option<Part>, Option<Part>) = (None, None);
@@ -100,8 +103,9 @@ impl<'a, 'b, 'c> Pipe<'a, 'b, 'c> {
                 first += STRIP;
             }
             let next = strip.clone().map(|of| {
-                // Hooks want long rows, and `output` wants the maximum itself.
-                let whole = program.has_logits() || program.has_output() || of.mixed.len() > 2 * STEP;
+                // Hooks want long rows, and `output` wants the maximum itself. Which maximum a row has goes by no other
+                // rows of its strip where its mask is an interval: so it is the same in any piece of a prompt.
+                let whole = hooked || by_column && of.clear != of.seen;
                 let part = Part { j: at, slot: (!whole).then_some(slot), strip: of };
                 at += STEP;
                 slot = 1 - slot;
@@ -121,7 +125,7 @@ impl<'a, 'b, 'c> Pipe<'a, 'b, 'c> {
     /// What some rows see of the span; nothing: `None`.
     fn strip(&self, first: usize, count: usize, visible: Visible, n: usize) -> Option<Strip> {
         let (launch, item, kv_pos, group) = (self.launch, self.item, self.kv_pos, self.launch.group);
-        let all = Strip { first, count, seen: 0..n, mixed: 0..0 };
+        let all = Strip { first, count, seen: 0..n, clear: 0..n };
         if visible == Visible::All {
             return Some(all);
         }
@@ -146,17 +150,17 @@ impl<'a, 'b, 'c> Pipe<'a, 'b, 'c> {
         }
         // Behind a causal mask all but the last positions are seen, behind a window all but the first.
         let seen = |at: usize, to: usize| see(launch, &block, kv_pos + at as i32, to.min(end) - at) == Visible::All;
-        let mut mixed = from..end;
-        let mut step = (end - from).next_power_of_two().max(STEP);
-        while step >= STEP {
-            if mixed.start + step <= end && seen(from, mixed.start + step) {
-                mixed.start += step;
-            } else if mixed.start == from && mixed.end - from > step && seen(mixed.end - step, end) {
-                mixed.end = (mixed.end - step).next_multiple_of(STEP);
-            }
-            step /= 2;
+        let mut clear = from..end;
+        while clear.start < end && !seen(clear.start, clear.start + STEP) {
+            clear.start += STEP;
         }
-        Some(Strip { first, count, seen: from..end, mixed })
+        while clear.start < clear.end && !seen((clear.end - 1) / STEP * STEP, clear.end) {
+            clear.end = (clear.end - 1) / STEP * STEP;
+        }
+        if clear.is_empty() || !seen(clear.start, clear.end) {
+            clear = from..from;
+        }
+        Some(Strip { first, count, seen: from..end, clear })
     }
 
     /// Step `at` of the scores of a strip's block from position `j` on, which are to be at `to` of the sums.
@@ -268,7 +272,7 @@ impl<'a, 'b, 'c> Pipe<'a, 'b, 'c> {
             self.begins = true;
         }
         let n = (strip.seen.end - j).min(STEP);
-        let masked = strip.mixed.contains(&j);
+        let masked = !strip.clear.contains(&j);
         if n == STEP && !masked && !self.begins {
             return;
         }
@@ -296,7 +300,7 @@ impl<'a, 'b, 'c> Pipe<'a, 'b, 'c> {
     /// Takes the scores of a strip, and for the rows whose bits are set the weights, relative to their maximum so far.
     #[inline(always)]
     fn take_again(&mut self, strip: &Strip, rows: u32, regs: &mut Registers, states: &mut [State]) {
-        let Strip { first, seen: Range { start: from, end: n }, mixed, .. } = strip.clone();
+        let Strip { first, seen: Range { start: from, end: n }, clear, .. } = strip.clone();
         for j in (from..n).step_by(STEP) {
             for at in 0..self.dq / STEP {
                 self.step(strip, j, at, (RING + j / STEP) * BLOCK);
@@ -316,9 +320,9 @@ impl<'a, 'b, 'c> Pipe<'a, 'b, 'c> {
                     *s *= launch.sm_scale;
                 }
             }
-            if program.has_logits() || !mixed.is_empty() {
+            if program.has_logits() || strip.clear != strip.seen {
                 let ctx = row_ctx(launch, self.item, self.head, first + row);
-                for (part, masked) in [(from..mixed.start, false), (mixed.clone(), true), (mixed.end..n, false)] {
+                for (part, masked) in [(from..clear.start, true), (clear.clone(), false), (clear.end..n, true)] {
                     if (masked || program.has_logits()) && !part.is_empty() {
                         let at = self.kv_pos + part.start as i32;
                         hooks::logits(v, program, launch.bound, &ctx, at, &mut s[part], regs, masked);
@@ -361,7 +365,7 @@ impl<'a, 'b, 'c> Pipe<'a, 'b, 'c> {
     #[inline(always)]
     fn add_values(&mut self, strip: &Strip) {
         let (dv, Range { start: from, end: n }) = (self.launch.dim_vo, strip.seen.clone());
-        if !strip.mixed.is_empty() && !self.finite {
+        if strip.clear != strip.seen && !self.finite {
             self.end();
             return self.add_visible(strip);
         }

@@ -158,7 +158,7 @@ impl Load {
     /// Whether a cascade of these levels, with so many bytes of keys and values, is expected to be faster than requests of `flat` together.
     /// `beside`: whether kernels of long and short tiles may run beside each other.
     fn pays(levels: &[Self], distinct: f64, flat: Self, all: usize, beside: bool) -> bool {
-        if distinct == 0.0 {
+        if distinct == 0.0 || flat.kinds() == [false; 2] {
             return false;
         }
         // The last two do, if the longer one is of long tiles; see `CascadePlan`.
