@@ -155,31 +155,50 @@ fn padded(dim: usize) -> usize {
     dim.next_multiple_of(16)
 }
 
-/// Runs the schedule. `partials` is `[partial_rows, dim_vo + 2]`, `tiles` has a buffer per worker.
-pub(crate) fn run(cpu: &Cpu, launch: &Launch<'_>, partials: &mut [f32], tiles: &[Tile], sink: &Sink<'_>) {
-    let width = launch.dim_vo + 2;
-    let schedule = launch.schedule;
-    {
-        let rows = RowsOnce::new(RowsMut::from_slice(partials, width));
-        let next: Vec<AtomicUsize> = (0..schedule.workers()).map(|_| AtomicUsize::new(0)).collect();
-        let claim = |list: usize| schedule.of(list).get(next[list].fetch_add(1, Ordering::Relaxed));
-        cpu.pool().run(&|worker| {
-            let mut tile = tiles[worker % tiles.len()].lock().unwrap_or_else(PoisonError::into_inner);
-            let mut work = Worker::new(launch, &mut tile, &rows, sink);
+/// A schedule to run.
+pub(crate) struct Work<'a> {
+    pub launch: &'a Launch<'a>,
+    /// `[partial_rows, dim_vo + 2]`
+    pub partials: &'a mut [f32],
+    pub sink: &'a Sink<'a>,
+}
+
+/// Runs schedules, one after the other but for who is done with one, who goes on with the next: a level of a cascade may have
+/// fewer items than there are workers. `tiles` has a buffer per worker.
+pub(crate) fn run(cpu: &Cpu, work: &mut [Work<'_>], tiles: &[Tile]) {
+    struct Queue<'a> {
+        launch: &'a Launch<'a>,
+        rows: RowsOnce<'a, f32>,
+        sink: &'a Sink<'a>,
+        next: Vec<AtomicUsize>,
+    }
+    let mut queues = Vec::with_capacity(work.len());
+    for Work { launch, partials, sink } in &mut *work {
+        let rows = RowsOnce::new(RowsMut::from_slice(partials, launch.dim_vo + 2));
+        let next = (0..launch.schedule.workers()).map(|_| AtomicUsize::new(0)).collect();
+        queues.push(Queue { launch, rows, sink, next });
+    }
+    cpu.pool().run(&|worker| {
+        let mut tile = tiles[worker % tiles.len()].lock().unwrap_or_else(PoisonError::into_inner);
+        for Queue { launch, rows, sink, next } in &queues {
+            let claim = |list: usize| launch.schedule.of(list).get(next[list].fetch_add(1, Ordering::Relaxed));
+            let mut work = Worker::new(launch, &mut tile, rows, sink);
             // Its own items first, then what others have left. Which worker does an item changes no bit of it.
             for list in (0..next.len()).map(|i| (worker + i) % next.len()) {
                 while let Some(item) = claim(list) {
                     work.run(cpu, item);
                 }
             }
-        });
+        }
+    });
+    drop(queues);
+    let mut merges = Vec::new();
+    for Work { launch, partials, sink } in work {
+        let all = launch.schedule.merges();
+        let each = all.len().div_ceil(cpu.workers()).max(1);
+        merges.extend(all.chunks(each).map(|merges| Merges { launch, merges, partials, sink }));
     }
-    let merges = schedule.merges();
-    if !merges.is_empty() {
-        let partials = &*partials;
-        let each = merges.len().div_ceil(cpu.workers());
-        cpu.pool().scatter(merges.chunks(each).collect(), |merges| cpu.run(Merges { launch, merges, partials, sink }));
-    }
+    cpu.pool().scatter(merges, |merges| cpu.run(merges));
 }
 
 /// What a worker keeps from item to item.

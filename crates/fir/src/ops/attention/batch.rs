@@ -1,14 +1,14 @@
 //! [`BatchPlan`]: prefill, decode and append in one plan; what the other plans are made of.
 
 use super::asked;
-use crate::cpu::attention::{self as kernel, Index, Launch, Operand, Out, Shape, Sink};
+use crate::cpu::attention::{self as kernel, Index, Launch, Operand, Out, Shape, Sink, Work};
 use crate::cpu::pool::{RowsMut, RowsOnce};
 #[cfg(feature = "cuda")]
 use crate::cuda::{self, attention as gpu_kernel};
 use crate::error::{Error, Result};
 use crate::exec::Exec;
 use crate::kv::{Kv, KvPool, Ragged};
-use crate::plan::{Cut, Entry, Schedule, Scratch, Split, TILE_KV, Token};
+use crate::plan::{Cut, Entry, Schedule, Scratch, Split, TILE_KV, Tile, Token};
 use crate::tensor::{DType, Dims, Place, TensorMut, TensorRef};
 use crate::variant::{Block, Bound, Params, RowProgram, Variant, Visible};
 
@@ -496,7 +496,11 @@ impl BatchPlan {
             _ if done => Ok(()),
             Exec::Cpu(_) => {
                 let sink = output_sink(OP, p.out_dtype, out, lse)?;
-                self.run_to(OP, exec, q, kv, params, sm_scale, scratch, &sink)
+                let inputs = self.inputs(OP, exec, q, kv, params, sm_scale)?;
+                let (partials, tiles) = self.take(OP, &inputs, scratch)?;
+                let work = Work { launch: &self.launch(&inputs), partials, sink: &sink };
+                kernel::run(exec.cpu_only(OP)?, &mut [work], tiles);
+                Ok(())
             }
             #[cfg(feature = "cuda")]
             Exec::Cuda(gpu) => {
@@ -506,23 +510,14 @@ impl BatchPlan {
         }
     }
 
-    #[expect(clippy::too_many_arguments, reason = "the fields of BatchArgs with another sink")]
-    pub(super) fn run_to(
+    /// Its part of `scratch`, which [`Self::scratch`] made.
+    pub(super) fn take<'a>(
         &self,
         op: &'static str,
-        exec: &Exec,
-        q: TensorRef<'_>,
-        kv: Kv<'_>,
-        params: &Params<'_>,
-        sm_scale: Option<f32>,
-        scratch: &mut Scratch,
-        sink: &Sink<'_>,
-    ) -> Result<()> {
-        self.with_launch(op, exec, q, kv, params, sm_scale, |launch| {
-            let (partials, tiles) = scratch.take(op, self.partial_floats(), self.tile_floats(launch.shape))?;
-            kernel::run(exec.cpu_only(op)?, launch, partials, tiles, sink);
-            Ok(())
-        })?
+        inputs: &Inputs<'_>,
+        scratch: &'a mut Scratch,
+    ) -> Result<(&'a mut [f32], &'a [Tile])> {
+        scratch.take(op, self.partial_floats(), self.tile_floats(inputs.shape))
     }
 
     #[cfg(feature = "cuda")]
@@ -615,19 +610,16 @@ impl BatchPlan {
         self.problem.variant.bind_at(place, params, self.problem.qo_heads, batch)
     }
 
-    /// Checks the arguments against the plan and hands them to `work` as the CPU's kernels take them.
-    #[expect(clippy::too_many_arguments, reason = "the fields of BatchArgs without outputs")]
-    pub(super) fn with_launch<R>(
+    /// Checks the arguments against the plan: what the CPU's kernels read.
+    pub(super) fn inputs<'a>(
         &self,
         op: &'static str,
         #[cfg_attr(not(feature = "cuda"), expect(unused))] exec: &Exec,
-        q: TensorRef<'_>,
-        kv: Kv<'_>,
-        params: &Params<'_>,
+        q: TensorRef<'a>,
+        kv: Kv<'a>,
+        params: &Params<'a>,
         sm_scale: Option<f32>,
-        work: impl FnOnce(&Launch<'_>) -> R,
-    ) -> Result<R> {
-        let p = &self.problem;
+    ) -> Result<Inputs<'a>> {
         let (sm_scale, q_factor) = split_scale(self.check_args(op, &q, &kv, sm_scale)?);
         #[cfg(feature = "cuda")]
         let Backend::Cpu(shape) = self.backend else { return Err(self.backend.refuse(op, exec)) };
@@ -641,30 +633,56 @@ impl BatchPlan {
             Some([ks, vs]) => (Operand::nvfp4(op, "k", pool.k, ks)?, Operand::nvfp4(op, "v", pool.v, vs)?),
             None => (Operand::new(op, "k", pool.k, true)?, Operand::new(op, "v", pool.v, true)?),
         };
-        let launch = Launch {
+        Ok(Inputs {
+            q: [(Operand::new(op, "q", q, true)?, q_factor)],
+            k: [k],
+            v,
+            sm_scale,
+            v_scale: pool.v_scale,
+            index: match kv {
+                Kv::Paged(_, table) => Index::Paged(table),
+                Kv::Ragged(kv) => Index::Ragged(kv.indptr()),
+            },
+            bound,
+            shape,
+        })
+    }
+
+    /// What one launch reads.
+    pub(super) fn launch<'a>(&'a self, inputs: &'a Inputs<'_>) -> Launch<'a> {
+        let p = &self.problem;
+        Launch {
             schedule: &self.schedule,
             tokens: &self.tokens,
             kv_base: self.kv_base.as_deref(),
-            q: &[(Operand::new(op, "q", q, true)?, q_factor)],
-            sm_scale,
-            k: &[k],
-            v: Some(v),
-            v_scale: pool.v_scale,
+            q: &inputs.q,
+            sm_scale: inputs.sm_scale,
+            k: &inputs.k,
+            v: Some(inputs.v),
+            v_scale: inputs.v_scale,
             dim_vo: p.head_dim_vo,
             few_in_tiles: self.split == Split::Balanced,
             out: p.out_dtype,
             group: p.group(),
-            shape,
+            shape: inputs.shape,
             kv_heads: p.kv_heads,
-            index: match &kv {
-                Kv::Paged(_, table) => Index::Paged(table),
-                Kv::Ragged(kv) => Index::Ragged(kv.indptr()),
-            },
+            index: inputs.index,
             program: &self.program,
-            bound: &bound,
-        };
-        Ok(work(&launch))
+            bound: &inputs.bound,
+        }
     }
+}
+
+/// A run's arguments as the CPU's kernels take them.
+pub(super) struct Inputs<'a> {
+    q: [(Operand<'a>, f32); 1],
+    k: [Operand<'a>; 1],
+    v: Operand<'a>,
+    sm_scale: f32,
+    v_scale: f32,
+    index: Index<'a>,
+    bound: Bound<'a>,
+    shape: Shape,
 }
 
 /// First tile of `lo..hi` that is not hidden; monotone masks need O(log n) questions.

@@ -9,7 +9,7 @@
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 
 use super::batch::{BatchPlan, Problem, Use, check_kv_lens, check_output, check_tokens, output_sink};
-use crate::cpu::attention::{self as kernel, Sink};
+use crate::cpu::attention::{self as kernel, Sink, Work};
 use crate::cpu::pool::{RowsMut, RowsOnce};
 #[cfg(feature = "cuda")]
 use crate::cuda::attention::{
@@ -243,16 +243,26 @@ impl CascadePlan {
         }
         let sink = output_sink(OP, p.out_dtype, out, lse)?;
         let (states, _) = states[0].take(OP, n * self.state_floats(), 0)?;
-        for (l, plan) in self.levels.iter().enumerate() {
-            let rows = &mut states[l * self.state_floats()..][..self.state_floats()];
-            let rows = RowsOnce::new(RowsMut::from_slice(rows, p.head_dim_vo + 2));
-            plan.run_to(OP, exec, q, kv[l], params, sm_scale, &mut per_level[l], &Sink::States(rows))?;
-        }
         let cpu = exec.cpu_only(OP)?;
+        let inputs = self.levels.iter().zip(kv).map(|(plan, kv)| plan.inputs(OP, exec, q, *kv, params, sm_scale));
+        let inputs = inputs.collect::<Result<Vec<_>>>()?;
+        let launches: Vec<_> = self.levels.iter().zip(&inputs).map(|(plan, inputs)| plan.launch(inputs)).collect();
+        let (mut partials, mut tiles) = (Vec::with_capacity(n), None);
+        for ((plan, inputs), scratch) in self.levels.iter().zip(&inputs).zip(per_level) {
+            let (rows, buffers) = plan.take(OP, inputs, scratch)?;
+            partials.push(rows);
+            tiles.get_or_insert(buffers);
+        }
+        let each = self.state_floats();
+        let rows = states.chunks_exact_mut(each.max(1)).map(|rows| RowsMut::from_slice(rows, p.head_dim_vo + 2));
+        let sinks: Vec<_> = rows.map(|rows| Sink::States(RowsOnce::new(rows))).collect();
+        let work = launches.iter().zip(partials).zip(&sinks);
+        let mut work: Vec<_> = work.map(|((launch, partials), sink)| Work { launch, partials, sink }).collect();
+        // Heads of one problem: any level's buffers are as large as another's.
+        kernel::run(cpu, &mut work, tiles.unwrap_or_default());
         // Any level's launch describes the rows; the first is as good as another.
-        self.levels[0].with_launch(OP, exec, q, kv[0], params, sm_scale, |launch| {
-            kernel::merge_levels(cpu, launch, states, n, &sink);
-        })
+        kernel::merge_levels(cpu, &launches[0], states, n, &sink);
+        Ok(())
     }
 }
 

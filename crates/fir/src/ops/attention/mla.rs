@@ -12,7 +12,7 @@ use super::batch::{
     Backend, MAX_TOKENS, check_batch, check_output, check_q, check_scale, check_split, check_table, output_sink,
     same_lens, split_scale,
 };
-use crate::cpu::attention::{self as kernel, Index, Launch, Operand, Shape};
+use crate::cpu::attention::{self as kernel, Index, Launch, Operand, Shape, Work};
 #[cfg(feature = "cuda")]
 use crate::cuda::attention as gpu_kernel;
 use crate::error::{Error, Result};
@@ -332,7 +332,7 @@ impl MlaPlan {
             bound: &bound,
         };
         let (partials, tiles) = scratch.take(OP, self.partial_floats(), self.tile_floats(shape))?;
-        kernel::run(exec.cpu_only(OP)?, &launch, partials, tiles, &sink);
+        kernel::run(exec.cpu_only(OP)?, &mut [Work { launch: &launch, partials, sink: &sink }], tiles);
         Ok(())
     }
 }
