@@ -136,6 +136,10 @@ fn scores_of_head<V: Vector, T: Lane>(v: V, q: &[f32], k: &Rows<'_, T>, s: &mut 
             scores_block::<V, T, 4>(v, &q[r * k.dim..], k, &mut s[r * TILE_KV..], token, head);
             r += 4;
         }
+        // Not as two and one, which would widen every row twice: groups of 3 and 7 are usual.
+        if r + 3 == end {
+            return scores_block::<V, T, 3>(v, &q[r * k.dim..], k, &mut s[r * TILE_KV..], token, head);
+        }
     }
     while r + 2 <= end {
         scores_block::<V, T, 2>(v, &q[r * k.dim..], k, &mut s[r * TILE_KV..], token, head);
@@ -179,7 +183,7 @@ fn scores_block<V: Vector, T: Lane, const R: usize>(
         c += V::LANES;
     }
     let mut sums = [[0.0; STREAMS]; 4];
-    if R == 4 {
+    if R >= 3 {
         sums = v.sums16([acc[0], acc[1 % R], acc[2 % R], acc[3 % R]]);
     } else {
         for (sums, acc) in sums.iter_mut().zip(acc) {
@@ -239,6 +243,10 @@ fn accumulate_head<V: Vector, T: Lane>(
             accumulate_rows::<V, T, 4, 4>(v, p, x, o, tokens.clone(), head, first);
             (r, first) = (r + 4, false);
         }
+        if r + 3 == end {
+            let (p, o) = (&p[r * TILE_KV..], &mut o[r * x.dim..]);
+            return accumulate_rows::<V, T, 3, 4>(v, p, x, o, tokens, head, first);
+        }
     }
     while r + 2 <= end {
         let (p, o) = (&p[r * TILE_KV..], &mut o[r * x.dim..]);
@@ -265,6 +273,11 @@ fn accumulate_rows<V: Vector, T: Lane, const R: usize, const C: usize>(
     while c + C * V::LANES <= x.dim {
         accumulate_block::<V, T, R, C>(v, p, x, o, tokens.clone(), head, c, first);
         (c, first) = (c + C * V::LANES, false);
+    }
+    // A sum in a register waits for itself: four side by side do not.
+    while C > 4 && c + 4 * V::LANES <= x.dim {
+        accumulate_block::<V, T, R, 4>(v, p, x, o, tokens.clone(), head, c, first);
+        (c, first) = (c + 4 * V::LANES, false);
     }
     while c < x.dim {
         accumulate_block::<V, T, R, 1>(v, p, x, o, tokens.clone(), head, c, first);
