@@ -315,7 +315,58 @@ impl Avx512 {
     }
 }
 
+impl Avx512<true> {
+    /// Packs 64 numbers of fp8 of each of 16 rows as bf16: two tiles, `apart` elements apart, whose columns those rows are.
+    #[inline(always)]
+    pub(crate) fn pack_fp8(self, table: &Fp8, rows: &[&[u8; 64]; 16], tiles: &mut [bf16], apart: usize) {
+        assert!(tiles.len() >= apart + TILE);
+        // In every quarter: the first two of four numbers of each row, then the other two.
+        const HALVES: [u8; 16] = [0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15];
+        // SAFETY: `self` proves AVX-512 and VBMI; loads go through arrays of as many bytes, and both tiles lie inside `tiles`.
+        unsafe {
+            let mut lines = [_mm512_setzero_si512(); 16];
+            for (line, row) in lines.iter_mut().zip(rows) {
+                *line = _mm512_loadu_si512(row.as_ptr().cast());
+            }
+            let table = table.load();
+            let halves = _mm512_broadcast_i32x4(_mm_loadu_si128(HALVES.as_ptr().cast()));
+            for (i, x) in transpose(lines).into_iter().enumerate() {
+                let x = _mm512_shuffle_epi8(x, halves);
+                let (low, high) = widened(x, table);
+                let to = tiles.as_mut_ptr().add(i / 8 * apart + i % 8 * 64);
+                _mm512_storeu_si512(to.cast(), _mm512_unpacklo_epi8(low, high));
+                _mm512_storeu_si512(to.add(32).cast(), _mm512_unpackhi_epi8(low, high));
+            }
+        }
+    }
+
+    /// 64 numbers of fp8 as bf16, exactly.
+    #[inline(always)]
+    pub(crate) fn widen_fp8(self, table: &Fp8, x: &[u8; 64], out: &mut [bf16; 64]) {
+        const QUARTERS: [u64; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
+        // SAFETY: `self` proves AVX-512 and VBMI; loads and stores go through arrays of as many bytes.
+        unsafe {
+            let table = table.load();
+            // Interleaving works by 16 bytes: so the halves of 64 numbers come by eights in turn.
+            let x = _mm512_permutexvar_epi64(
+                _mm512_loadu_si512(QUARTERS.as_ptr().cast()),
+                _mm512_loadu_si512(x.as_ptr().cast()),
+            );
+            let (low, high) = widened(x, table);
+            let out = out.as_mut_ptr();
+            _mm512_storeu_si512(out.cast(), _mm512_unpacklo_epi8(low, high));
+            _mm512_storeu_si512(out.add(32).cast(), _mm512_unpackhi_epi8(low, high));
+        }
+    }
+}
+
 impl Tiles {
+    /// Sums of pairs, which [`Amx`] proves.
+    #[inline(always)]
+    pub(crate) fn bf16_pairs(self) -> Avx512<true> {
+        Avx512::of(self.amx)
+    }
+
     products!(product_bf16, bf16, f32, "tdpbf16ps");
 
     /// Begins a product of 32 rows and two tiles of columns, one step deep, and stores the sums of the product before
@@ -504,28 +555,6 @@ impl Tiles {
         unsafe { out.cast::<__m512bh>().write_unaligned(_mm512_cvtne2ps_pbh(hi, lo)) };
     }
 
-    /// 64 numbers of fp8 as bf16, exactly.
-    #[inline(always)]
-    pub(crate) fn widen_fp8(self, table: &Fp8, x: &[u8; 64], out: &mut [bf16; 64]) {
-        const QUARTERS: [u64; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
-        // SAFETY: `self` proves AVX-512 and VBMI; loads and stores go through arrays of as many bytes.
-        unsafe {
-            let half = |bytes: &[u8; 128], at: usize| _mm512_loadu_si512(bytes[at..at + 64].as_ptr().cast());
-            // Interleaving works by 16 bytes: so the halves of 64 numbers come by eights in turn.
-            let x = _mm512_permutexvar_epi64(
-                _mm512_loadu_si512(QUARTERS.as_ptr().cast()),
-                _mm512_loadu_si512(x.as_ptr().cast()),
-            );
-            let low = _mm512_permutex2var_epi8(half(&table.low, 0), x, half(&table.low, 64));
-            let high = _mm512_permutex2var_epi8(half(&table.high, 0), x, half(&table.high, 64));
-            // high | x & 0x80
-            let high = _mm512_ternarylogic_epi32::<0b1111_1000>(high, x, _mm512_set1_epi8(i8::MIN));
-            let out = out.as_mut_ptr();
-            _mm512_storeu_si512(out.cast(), _mm512_unpacklo_epi8(low, high));
-            _mm512_storeu_si512(out.add(32).cast(), _mm512_unpackhi_epi8(low, high));
-        }
-    }
-
     /// `out`, `[32, 16]`, is the product of 32 rows of 64 bytes and of a packed tile, pairs of bf16 both. Leaves the sums of
     /// the product begun last where they are.
     #[inline(always)]
@@ -654,6 +683,16 @@ impl Tiles {
     }
 }
 
+/// The low and the high bytes of the bf16 of 64 numbers of fp8, by an [`Fp8`].
+#[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
+#[inline]
+fn widened(x: __m512i, [low, high]: [[__m512i; 2]; 2]) -> (__m512i, __m512i) {
+    let high = _mm512_permutex2var_epi8(high[0], x, high[1]);
+    // high | x & 0x80
+    let high = _mm512_ternarylogic_epi32::<0b1111_1000>(high, x, _mm512_set1_epi8(i8::MIN));
+    (_mm512_permutex2var_epi8(low[0], x, low[1]), high)
+}
+
 /// The bytes of the bf16 of an fp8 format's 128 magnitudes.
 pub(crate) struct Fp8 {
     low: [u8; 128],
@@ -661,6 +700,20 @@ pub(crate) struct Fp8 {
 }
 
 impl Fp8 {
+    /// Halves of either, no closure: that would be compiled for another CPU.
+    #[target_feature(enable = "avx512f")]
+    #[inline]
+    fn load(&self) -> [[__m512i; 2]; 2] {
+        let (low, high) = (self.low.as_ptr(), self.high.as_ptr());
+        // SAFETY: both have 128 bytes.
+        unsafe {
+            [
+                [_mm512_loadu_si512(low.cast()), _mm512_loadu_si512(low.add(64).cast())],
+                [_mm512_loadu_si512(high.cast()), _mm512_loadu_si512(high.add(64).cast())],
+            ]
+        }
+    }
+
     pub(crate) const E4M3: Self = Self::new(4, 3);
     pub(crate) const E5M2: Self = Self::new(5, 2);
 

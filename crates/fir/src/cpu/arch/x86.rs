@@ -5,6 +5,7 @@
 
 use std::arch::x86_64::*;
 
+use super::amx::Amx;
 use crate::cpu::vector::{Kernel, Vector};
 use crate::tensor::{E2M1_VALUES, E2m1x2, E4m3, E5m2, Element, bf16, f16};
 
@@ -46,9 +47,9 @@ impl Avx512 {
         .then_some(Self(()))
     }
 
-    /// The same with sums of pairs, where the CPU has them.
+    /// The same with sums of pairs, where the CPU has them, and permutations of bytes (VBMI).
     pub(crate) fn pairs(self) -> Option<Avx512<true>> {
-        is_x86_feature_detected!("avx512bf16").then_some(Avx512(()))
+        (is_x86_feature_detected!("avx512bf16") && is_x86_feature_detected!("avx512vbmi")).then_some(Avx512(()))
     }
 }
 
@@ -82,9 +83,14 @@ pub(crate) trait PairKernel {
 }
 
 impl Avx512<true> {
+    /// What tiles prove too.
+    pub(super) fn of(_: Amx) -> Self {
+        Self(())
+    }
+
     /// Runs `kernel` compiled for this level.
     pub(crate) fn run_pairs<K: PairKernel>(self, kernel: K) -> K::Out {
-        #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
+        #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi")]
         fn go<K: PairKernel>(kernel: K, pairs: Avx512<true>) -> K::Out {
             kernel.run(Avx512(()), pairs)
         }

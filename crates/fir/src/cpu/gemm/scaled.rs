@@ -6,14 +6,19 @@
 //!
 //! An output's arithmetic is the same however many rows there are, as in the dense product.
 //!
-//! At the AMX level, products of types that are exact in bf16 go through tiles: see [`tiles`].
+//! At the AMX level, products of types that are exact in bf16 go through tiles: see [`tiles`]. Without it, but with AVX-512 BF16,
+//! through sums of pairs: see [`mod@pairs`].
 
+#[cfg(target_arch = "x86_64")]
+mod pairs;
 #[cfg(target_arch = "x86_64")]
 mod tiles;
 
 use std::ops::Range;
 
 use super::{Block as Part, DEPTH, PANEL, SCRATCH, multiply};
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::arch::{Amx, Avx512};
 use crate::cpu::exec::Cpu;
 use crate::cpu::pool::RowsMut;
 use crate::cpu::quantize::with_fp8;
@@ -44,13 +49,13 @@ pub(crate) fn products(cpu: &Cpu, op: &'static str, mut list: Vec<ScaledProduct<
     let Some(first) = list.first() else { return Ok(()) };
     let (w, out) = (first.w.data.dtype(), first.out.dtype());
     #[cfg(target_arch = "x86_64")]
-    if let (Some(amx), true) = (cpu.amx(), tiles::takes(first)) {
+    if let (Some(by), true) = (By::of(cpu), tiles::takes(first)) {
         return match first.x.data.dtype() {
             DType::BF16 => with_fp8!(op, "w", w, W => with_float!(op, "out", out, O => {
-                tiles::products::<bf16, W, O>(cpu, amx, op, list)
+                by.products::<bf16, W, O>(cpu, op, list)
             })),
             x => with_fp8!(op, "x", x, X => with_fp8!(op, "w", w, W => with_float!(op, "out", out, O => {
-                tiles::products::<X, W, O>(cpu, amx, op, list)
+                by.products::<X, W, O>(cpu, op, list)
             }))),
         };
     }
@@ -59,6 +64,33 @@ pub(crate) fn products(cpu: &Cpu, op: &'static str, mut list: Vec<ScaledProduct<
         wide.push(with_float8!(op, "x", p.x.data.dtype(), X => fold::<X>(cpu, op, &p.x))?);
     }
     with_fp8!(op, "w", w, W => with_float!(op, "out", out, O => dots_of::<W, O>(cpu, op, list, &wide)))
+}
+
+/// What adds up products of bf16.
+#[cfg(target_arch = "x86_64")]
+#[derive(Clone, Copy)]
+enum By {
+    Tiles(Amx),
+    Pairs(Avx512<true>),
+}
+
+#[cfg(target_arch = "x86_64")]
+impl By {
+    fn of(cpu: &Cpu) -> Option<Self> {
+        cpu.amx().map(Self::Tiles).or_else(|| cpu.pairs().map(Self::Pairs))
+    }
+
+    fn products<X: Lane, W: Lane, O: Lane>(
+        self,
+        cpu: &Cpu,
+        op: &'static str,
+        list: Vec<ScaledProduct<'_>>,
+    ) -> Result<()> {
+        match self {
+            Self::Tiles(amx) => tiles::products::<X, W, O>(cpu, amx, op, list),
+            Self::Pairs(pairs) => pairs::products::<X, W, O>(cpu, pairs, op, list),
+        }
+    }
 }
 
 /// `x` in f32, with those of its scales that are of parts of a row.

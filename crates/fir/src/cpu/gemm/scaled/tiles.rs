@@ -19,7 +19,7 @@ use crate::error::Result;
 use crate::tensor::{DType, bf16};
 
 /// Elements along `k` of one step of a tile.
-const STEP: usize = 32;
+pub(super) const STEP: usize = 32;
 /// Weight rows and rows of `x` per product of tiles.
 const STRIP: usize = 32;
 /// Steps of a strip: with 32 rows 33 KB of the first-level cache's 48.
@@ -38,7 +38,7 @@ thread_local! {
     static SCRATCH: Cell<(Vec<bf16>, Vec<f32>)> = const { Cell::new((Vec::new(), Vec::new())) };
 }
 
-/// Whether tiles take such a product: its types are exact in bf16, and scales change between steps. Sizes do not matter,
+/// Whether tiles, or pairs, take such a product: its types are exact in bf16, and scales change between steps. Sizes do not matter,
 /// or a row's result would depend on them.
 pub(super) fn takes(p: &ScaledProduct<'_>) -> bool {
     let even = |columns: usize| columns.is_multiple_of(STEP) || columns == crate::tensor::Block::ALL;
@@ -47,7 +47,7 @@ pub(super) fn takes(p: &ScaledProduct<'_>) -> bool {
 }
 
 /// Steps that have one scale on either side; `None` if that is all.
-fn segment(x: &Scales<'_>, w: &Scales<'_>) -> Option<usize> {
+pub(super) fn segment(x: &Scales<'_>, w: &Scales<'_>) -> Option<usize> {
     let gcd = |mut a: usize, mut b: usize| {
         while b > 0 {
             (a, b) = (b, a % b);
@@ -168,7 +168,7 @@ impl<X: Lane> TileKernel for Pack<'_, X> {
         let mut block = [[bf16::ZERO; STEP]; 16];
         for (step, tile) in to.chunks_exact_mut(TILE).enumerate() {
             for (r, to) in block.iter_mut().take(rows).enumerate() {
-                convert(tiles, x.row(first + r), step * STEP, to);
+                convert(tiles.bf16_pairs(), x.row(first + r), step * STEP, to);
             }
             let mut lines: [&[bf16]; 16] = [&[]; 16];
             for (line, row) in lines.iter_mut().zip(&block) {
@@ -179,28 +179,34 @@ impl<X: Lane> TileKernel for Pack<'_, X> {
     }
 }
 
+/// The table of a type of fp8.
+#[inline(always)]
+pub(super) fn fp8<T: Lane>() -> Option<&'static Fp8> {
+    match T::DTYPE {
+        DType::E4M3 => Some(&const { Fp8::E4M3 }),
+        DType::E5M2 => Some(&const { Fp8::E5M2 }),
+        _ => None,
+    }
+}
+
 /// Fills `to`, whole steps, with the elements of a row from `from` on, zeros after its end. Exact for fp8 and bf16.
 #[inline(always)]
-fn convert<T: Lane>(tiles: Tiles, row: &[T], from: usize, to: &mut [bf16]) {
+pub(super) fn convert<T: Lane>(pairs: Avx512<true>, row: &[T], from: usize, to: &mut [bf16]) {
     let row = &row[from..row.len().min(from + to.len())];
-    let table = match T::DTYPE {
-        DType::E4M3 => &const { Fp8::E4M3 },
-        DType::E5M2 => &const { Fp8::E5M2 },
-        _ => {
-            to[..row.len()].copy_from_slice(bytemuck::cast_slice(row));
-            to[row.len()..].fill(bf16::ZERO);
-            return;
-        }
+    let Some(table) = fp8::<T>() else {
+        to[..row.len()].copy_from_slice(bytemuck::cast_slice(row));
+        to[row.len()..].fill(bf16::ZERO);
+        return;
     };
     let (whole, rest) = bytemuck::cast_slice::<T, u8>(row).as_chunks::<64>();
     let (chunks, end) = to.as_chunks_mut::<64>();
     for (from, to) in whole.iter().zip(&mut *chunks) {
-        tiles.widen_fp8(table, from, to);
+        pairs.widen_fp8(table, from, to);
     }
     let (mut bytes, mut wide) = ([0; 64], [bf16::ZERO; 64]);
     bytes[..rest.len()].copy_from_slice(rest);
     for to in chunks[whole.len()..].iter_mut().map(|to| &mut to[..]).chain([end]) {
-        tiles.widen_fp8(table, &bytes, &mut wide);
+        pairs.widen_fp8(table, &bytes, &mut wide);
         to.copy_from_slice(&wide[..to.len()]);
         bytes = [0; 64];
     }
@@ -283,7 +289,7 @@ impl<W: Lane, O: Lane> Unit<'_, W, O> {
             }
             let to = &mut to[..n * STEP];
             if j + r < self.out.row_len() {
-                convert(tiles, self.w.row(self.first + j + r), from * STEP, to);
+                convert(tiles.bf16_pairs(), self.w.row(self.first + j + r), from * STEP, to);
             } else {
                 to.fill(bf16::ZERO);
             }
