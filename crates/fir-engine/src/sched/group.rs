@@ -5,7 +5,7 @@ use crate::runner::{Shared, piece_of};
 /// Reading a group's prefix apart costs each member a merge of partial results, about as much as so many KV tokens: a state
 /// for every 256 tokens is written and read once per query head, and a KV token is read once per KV head.
 const MERGE_TOKENS: usize = 32;
-/// And launches per layer for the pieces and their merge, in KV tokens: 20 µs, in which a small model reads 0.6 MB.
+/// And a call of the thread pool per layer for their merge, in KV tokens: 20 µs at the most, in which a small model reads 0.6 MB.
 const LAUNCH_TOKENS: usize = 768;
 
 /// Finds groups; its lists are kept from step to step.

@@ -13,7 +13,7 @@ pub enum Level {
     Portable,
     /// AVX2, FMA and F16C: 8 lanes.
     Avx2,
-    /// AVX-512 F, BW, DQ and VL: 16 lanes. Products of bf16 are pairs of BF16 where the CPU has it, and take its subnormals for zeros; those of
+    /// AVX-512 F, BW, DQ and VL: 16 lanes. Products of bf16 and fp8 are pairs of BF16 where the CPU has it, and VBMI, and take its subnormals for zeros; those of
     /// block formats use VNNI, with the same bits.
     Avx512,
     /// AVX-512 with VBMI, and AMX tiles for products of bf16 and of 8-bit integers.

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import importlib.util
 import math
+import os
 import pathlib
 import shutil
 import sys
@@ -187,8 +188,14 @@ def _dtype(torch, spec):
 @functools.cache
 def _folder():
     """Where this process puts sources of solutions, until it ends."""
-    folder = pathlib.Path(tempfile.mkdtemp(prefix="fir-bench-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    folder, owner = pathlib.Path(tempfile.mkdtemp(prefix="fir-bench-")), os.getpid()
+
+    def remove():
+        # A child of a fork has it too.
+        if os.getpid() == owner:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
     return folder
 
 

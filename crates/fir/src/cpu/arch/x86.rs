@@ -13,9 +13,9 @@ use crate::tensor::{E2M1_VALUES, E2m1x2, E4m3, E5m2, Element, bf16, f16};
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Avx2(());
 
-/// Proof that this CPU has AVX-512 F, BW, DQ and VL, and all that [`Avx2`] proves; only `detect` makes one, and of that `pairs`.
+/// Proof that this CPU has AVX-512 F, BW, DQ and VL, and all that [`Avx2`] proves; only `detect` makes one.
 ///
-/// With `PAIRS` also AVX-512 BF16, which `pairs` saw: then the factors of [`Vector::fma`], and nothing else, are two numbers of bf16 in every lane, whose products
+/// With `PAIRS` also AVX-512 BF16 and VBMI, which `pairs` saw or an [`Amx`] proves: then the factors of [`Vector::fma`], and nothing else, are two numbers of bf16 in every lane, whose products
 /// are both added.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Avx512<const PAIRS: bool = false>(());
@@ -94,7 +94,7 @@ impl Avx512<true> {
         fn go<K: PairKernel>(kernel: K, pairs: Avx512<true>) -> K::Out {
             kernel.run(Avx512(()), pairs)
         }
-        // SAFETY: `self` exists, so `pairs` saw these features on this CPU.
+        // SAFETY: `self` exists, so this CPU has these features.
         unsafe { go(kernel, self) }
     }
 }

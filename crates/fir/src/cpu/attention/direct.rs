@@ -285,7 +285,7 @@ fn accumulate_rows<V: Vector, T: Lane, const R: usize, const C: usize>(
     }
 }
 
-#[expect(clippy::too_many_arguments, reason = "two call sites; a struct would be built per block")]
+#[expect(clippy::too_many_arguments, reason = "three call sites; a struct would be built per block")]
 #[inline(always)]
 fn accumulate_block<V: Vector, T: Lane, const R: usize, const C: usize>(
     v: V,

@@ -7,7 +7,7 @@
 //! An output's additions always happen in the same order: within a block by lanes, then the lanes' tree, then block by
 //! block. Neither the tile that holds it nor the thread that runs it changes that.
 //!
-//! At the AMX level, products of bf16 go through tiles: see [`tiles`]. Without it, but with AVX-512 BF16, their rows are taken for
+//! At the AMX level, products of bf16 go through tiles: see [`tiles`]. Without it, but with AVX-512 BF16 and VBMI, their rows are taken for
 //! rows of half as many f32, in whose bits are two numbers, and what multiplies and adds does so with both
 //! ([`Avx512`] with `PAIRS`).
 

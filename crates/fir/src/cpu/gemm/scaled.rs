@@ -6,8 +6,8 @@
 //!
 //! An output's arithmetic is the same however many rows there are, as in the dense product.
 //!
-//! At the AMX level, products of types that are exact in bf16 go through tiles: see [`tiles`]. Without it, but with AVX-512 BF16,
-//! through sums of pairs: see [`mod@pairs`].
+//! At the AMX level, products of types that are exact in bf16 go through tiles: see [`tiles`]. Without it, but with AVX-512 BF16 and
+//! VBMI, through sums of pairs: see [`mod@pairs`].
 
 #[cfg(target_arch = "x86_64")]
 mod pairs;
@@ -113,7 +113,9 @@ struct Scales<'a> {
 impl<'a> Scales<'a> {
     fn new(op: &'static str, arg: &'static str, x: &Scaled<'a>) -> Result<Self> {
         let rows = x.scales.map(|s| Rows::<f32>::new(op, arg, s)).transpose()?;
-        Ok(Self { rows, block: x.block, partial: rows.is_some_and(|s| s.row_len() != 1) })
+        // Blocks of no scales are whatever they are, of no columns too.
+        let block = if rows.is_some() { x.block } else { Block::TENSOR };
+        Ok(Self { rows, block, partial: rows.is_some_and(|s| s.row_len() != 1) })
     }
 
     /// Those of the parts of row `r`; none if they are of whole rows.

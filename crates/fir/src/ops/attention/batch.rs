@@ -428,6 +428,15 @@ impl BatchPlan {
         }
     }
 
+    /// [`Self::scratch`] of a level of a cascade that is not its first: on the CPU without buffers of workers.
+    pub(super) fn scratch_of_level(&self) -> Scratch {
+        match &self.backend {
+            Backend::Cpu(_) => Scratch::new(self.partial_floats(), 1, 0),
+            #[cfg(feature = "cuda")]
+            Backend::Cuda(_) => self.scratch(),
+        }
+    }
+
     /// The plan on the device, if that is where it runs.
     #[cfg(feature = "cuda")]
     pub(super) fn on_gpu(&self) -> Option<&gpu_kernel::Plan> {
@@ -497,7 +506,7 @@ impl BatchPlan {
             Exec::Cpu(_) => {
                 let sink = output_sink(OP, p.out_dtype, out, lse)?;
                 let inputs = self.inputs(OP, exec, q, kv, params, sm_scale)?;
-                let (partials, tiles) = self.take(OP, &inputs, scratch)?;
+                let (partials, tiles) = self.take(OP, Some(&inputs), scratch)?;
                 let work = Work { launch: &self.launch(&inputs), partials, sink: &sink };
                 kernel::run(exec.cpu_only(OP)?, &mut [work], tiles);
                 Ok(())
@@ -510,14 +519,14 @@ impl BatchPlan {
         }
     }
 
-    /// Its part of `scratch`, which [`Self::scratch`] made.
+    /// Its parts of `scratch`, which [`Self::scratch`] made; without `inputs` no buffers of workers.
     pub(super) fn take<'a>(
         &self,
         op: &'static str,
-        inputs: &Inputs<'_>,
+        inputs: Option<&Inputs<'_>>,
         scratch: &'a mut Scratch,
     ) -> Result<(&'a mut [f32], &'a [Tile])> {
-        scratch.take(op, self.partial_floats(), self.tile_floats(inputs.shape))
+        scratch.take(op, self.partial_floats(), inputs.map_or(0, |inputs| self.tile_floats(inputs.shape)))
     }
 
     #[cfg(feature = "cuda")]

@@ -27,7 +27,7 @@ use crate::variant::Params;
 
 const OP: &str = "CascadePlan";
 /// What a level costs on the CPU beside the reading of its tokens, as so many KV tokens: a state for each query token, written and
-/// merged; and its launches, 20 µs.
+/// merged. And what a cascade does: a call more of the thread pool, 20 µs at the most.
 const MERGE_TOKENS: usize = 32;
 const LAUNCH_TOKENS: usize = 768;
 
@@ -94,7 +94,7 @@ impl CascadePlan {
                         sum.saturating_add(members.saturating_sub(1).saturating_mul(len as usize))
                     })
                 };
-                let cost = shared.len() * (own.qo.rows() * MERGE_TOKENS + LAUNCH_TOKENS);
+                let cost = shared.len() * own.qo.rows() * MERGE_TOKENS + LAUNCH_TOKENS;
                 Ok(shared.iter().map(saved).sum::<usize>() > cost)
             }
             #[cfg(feature = "cuda")]
@@ -178,7 +178,9 @@ impl CascadePlan {
         if let (Some(plan), Some(parts)) = (self.levels[0].on_gpu(), &self.parts) {
             states = plan.scratch(self.state_sizes(parts));
         }
-        self.levels.iter().map(BatchPlan::scratch).chain([states]).collect()
+        // The levels are one launch on the CPU, whose workers have the buffers of the first.
+        let own = |(l, plan): (usize, &BatchPlan)| if l == 0 { plan.scratch() } else { plan.scratch_of_level() };
+        self.levels.iter().enumerate().map(own).chain([states]).collect()
     }
 
     #[cfg(feature = "cuda")]
@@ -249,7 +251,8 @@ impl CascadePlan {
         let launches: Vec<_> = self.levels.iter().zip(&inputs).map(|(plan, inputs)| plan.launch(inputs)).collect();
         let (mut partials, mut tiles) = (Vec::with_capacity(n), None);
         for ((plan, inputs), scratch) in self.levels.iter().zip(&inputs).zip(per_level) {
-            let (rows, buffers) = plan.take(OP, inputs, scratch)?;
+            let first = tiles.is_none();
+            let (rows, buffers) = plan.take(OP, if first { Some(inputs) } else { None }, scratch)?;
             partials.push(rows);
             tiles.get_or_insert(buffers);
         }

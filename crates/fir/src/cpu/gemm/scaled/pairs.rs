@@ -1,8 +1,8 @@
 //! Products of fp8 through sums of pairs of bf16 (AVX-512 BF16), where there are no tiles: fp8 is bf16 exactly.
 //!
 //! Lanes are weight rows: a panel of 64 becomes bf16 and is packed as tiles are, a stretch of [`STEPS`] at a time, and meets
-//! the rows of `x`, whose pairs are multiplied by a vector each. Scales are as in [`super::tiles`], and so is the order of
-//! sums, which no other row changes.
+//! the rows of `x`, whose pairs are multiplied by a vector each. Scales are as in [`super::tiles`]. The order of sums goes by
+//! the depth alone: no other row changes it.
 //!
 //! For one row, packing is the work: 200 instructions for 1024 weights, and 4 for the sums of 64 rows and a pair.
 
@@ -68,6 +68,7 @@ pub(super) fn products<X: Lane, W: Lane, O: Lane>(
         cpu.pool().scatter(parts, |p| pairs.run_pairs(p));
     }
 
+    let panels: usize = list.iter().map(|p| p.w.data.shape()[0].div_ceil(PANEL)).sum();
     let (mut units, mut rest) = (vec![], &*wide);
     for p in list {
         let (mine, others) = rest.split_at(size(&p));
@@ -76,7 +77,10 @@ pub(super) fn products<X: Lane, W: Lane, O: Lane>(
         let (x_scales, w_scales) = (Scales::new(op, "x.scales", &p.x)?, Scales::new(op, "w.scales", &p.w)?);
         let (w, out) = (Rows::<W>::new(op, "w", p.w.data)?, RowsMut::<O>::new(op, "out", p.out)?);
         let segment = segment(&x_scales, &w_scales);
-        for rows in out.cut((0..m).step_by(BLOCK).map(|at| BLOCK.min(m - at))) {
+        // Two units per worker; when there are too few panels for that, their rows are cut too, into 48 at the least.
+        let cuts = (2 * cpu.workers()).div_ceil(panels.max(1)).min(m / (8 * ROWS)).max(1);
+        let each = m.div_ceil(cuts).next_multiple_of(ROWS).min(BLOCK);
+        for rows in out.cut((0..m).step_by(each).map(|at| each.min(m - at))) {
             let x = &mine[rows.range().start * k.next_multiple_of(STEP)..];
             let panels = rows.split_columns(PANEL).into_iter().enumerate();
             units.extend(panels.map(|(i, out)| Unit { x, x_scales, w, w_scales, first: i * PANEL, segment, out }));
@@ -219,7 +223,7 @@ impl<W: Lane, O: Lane> Unit<'_, W, O> {
                 for ((acc, sums), w) in
                     acc.iter().zip(sums.chunks_exact_mut(LANES)).zip(scales[part.start].chunks_exact(LANES))
                 {
-                    v.store(v.fma(*acc, v.mul(x, v.load(w)), v.load(sums)), sums);
+                    v.store(v.fma(v.mul(*acc, x), v.load(w), v.load(sums)), sums);
                 }
             }
             at = end;
@@ -246,7 +250,7 @@ impl<W: Lane, O: Lane> Unit<'_, W, O> {
 /// Packs a stretch of a panel's rows, zeros beyond their end, and asks for the next one.
 #[inline(always)]
 fn pack<W: Lane>(v: Avx512, pairs: Avx512<true>, rows: &[&[u8]; PANEL], stretch: Range<usize>, panel: &mut [bf16]) {
-    let Some(table) = fp8::<W>() else { return };
+    let table = fp8::<W>().expect("weights are of fp8");
     for (g, rows) in rows.as_chunks::<LANES>().0.iter().enumerate() {
         for s in stretch.clone().step_by(2) {
             let mut ends = [[0u8; 2 * STEP]; LANES];

@@ -341,9 +341,9 @@ impl<W: Lane, O: Lane> Unit<'_, W, O> {
             let rows = part.0.as_chunks::<STRIP>().0.iter().zip(sums.data.chunks_mut(sums.stride));
             for ((from, to), scales) in rows.zip(scales) {
                 let scale = v.splat(scales.get(column).copied().unwrap_or(1.0));
-                v.store(v.fma(v.load(from), v.mul(low, scale), v.load(to)), to);
+                v.store(v.fma(v.mul(v.load(from), low), scale, v.load(to)), to);
                 if two {
-                    v.store(v.fma(v.load(&from[16..]), v.mul(high, scale), v.load(&to[16..])), &mut to[16..]);
+                    v.store(v.fma(v.mul(v.load(&from[16..]), high), scale, v.load(&to[16..])), &mut to[16..]);
                 }
             }
             at = end;
