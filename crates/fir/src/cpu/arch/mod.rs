@@ -3,6 +3,8 @@
 
 #[cfg(target_arch = "x86_64")]
 mod amx;
+#[cfg(target_arch = "x86_64")]
+mod fp8;
 mod integers;
 mod portable;
 #[cfg(target_arch = "x86_64")]
@@ -11,7 +13,9 @@ mod stream;
 mod x86;
 
 #[cfg(target_arch = "x86_64")]
-pub(crate) use amx::{Ahead, Amx, Fp8, Left, Right, Sums, TILE, TileKernel, Tiles};
+pub(crate) use amx::{Ahead, Amx, Left, Right, Sums, TILE, TileKernel, Tiles};
+#[cfg(target_arch = "x86_64")]
+pub(crate) use fp8::Fp8;
 pub(crate) use portable::Portable;
 #[cfg(target_arch = "x86_64")]
 pub(crate) use x86::{Avx2, Avx512, PairKernel};
