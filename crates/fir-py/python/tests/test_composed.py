@@ -236,8 +236,9 @@ def test_segments(flags):
     x, w = torch.randn(9, 32).to(BF16), torch.randn(3, 16, 32).to(BF16)
     ends = i32(0, 4, 4, 9)
     which = torch.tensor([2, 0, 1]) if flags.get("which") else None
-    wrapper = fi.SegmentGEMMWrapper(torch.empty(1), "auto")
-    wrapper.reset_workspace_buffer(torch.empty(1), torch.empty(1))
+    room = torch.empty(1 + len(flags))
+    wrapper = fi.SegmentGEMMWrapper(room, "auto")
+    wrapper.reset_workspace_buffer(room, room)
     give = dict(seg_lens=ends.diff().long()) if flags.get("lens") else dict(seg_indptr=ends.long() if flags.get("long") else ends)
     out = torch.empty(9, 16, dtype=BF16) if flags.get("out") else None
     row = flags.get("row_major")

@@ -53,7 +53,7 @@ def test_every_wrapper_of_other_sizes(heads, kv_heads, dim, page, dtype, device)
     near(wrapper.run(two, pages.cache), batch(two, [0, 2, 4, 6], pages.request, causal=True)[0])
 
     wrapper = fi.MultiLevelCascadeAttentionWrapper(1, space)
-    wrapper.reset_workspace_buffer(torch.empty(2), [torch.empty(2)])
+    wrapper.reset_workspace_buffer(torch.empty(heads), [torch.empty(dim)])
     wrapper.plan([i32(*qo)], [pages.indptr], [pages.indices], [pages.last], *shape, causal=True, q_data_type=dtype)
     near(wrapper.run(q, pages.cache), want)
 
@@ -262,7 +262,7 @@ def test_ragged_calls_of_other_sizes(heads, dim, vo, scale, dtype):
     with pytest.raises(NotImplementedError, match="sage_attn_sfs"):
         call(sage_attn_sfs=(torch.ones(1),) * 4)
     near(fi.prefill.fmha_varlen(q, k, v, i32(*qo), i32(*kv), plan_info=[1], causal=True, sm_scale=scale, k_scale=0.5), batch(q, qo, keys, causal=True, sm_scale=scale, k_scale=0.5)[0])
-    both = lambda **kw: fi.prefill.trtllm_fmha_v2_prefill((q, k, v), "SEPARATE_Q_K_V", torch.empty(1), lens, 7 + heads, 30 + heads, scale, 1.0, heads, i32(*qo), i32(*kv), **kw)
+    both = lambda **kw: fi.prefill.trtllm_fmha_v2_prefill((q, k, v), "SEPARATE_Q_K_V", torch.empty(heads), lens, 7 + heads, 30 + heads, scale, 1.0, heads, i32(*qo), i32(*kv), **kw)
     near(both(skip_softmax_threshold_scale_factor=0.5), want)
     for kw in (dict(pos_encoding_mode="ALIBI"), dict(chunked_attention_size=64), dict(mask_mode="odd")):
         with pytest.raises(NotImplementedError, match=next(iter(kw))):
@@ -291,7 +291,7 @@ def test_older_latent_calls_of_other_sizes(heads, ckv, kpe, page, dtype):
         near(wrapper.run(*args, **kw), batch(q, [0, 1, 2], halved, sm_scale=0.1 + heads / 100)[0], 5e-2)
     with pytest.raises(NotImplementedError, match="v_scale"):
         wrapper.run(*args, k_scale=0.5, v_scale=0.25)
-    call = (q[:, None], latent, torch.empty(1), 100 + heads, ckv, kpe, padded(pages), pages.lens, 40 + heads)
+    call = (q[:, None], latent, torch.empty(heads), 100 + heads, ckv, kpe, padded(pages), pages.lens, 40 + heads)
     for function in (fi.mla.xqa_batch_decode_with_kv_cache_mla, fi.mla.trtllm_batch_decode_with_kv_cache_mla):
         near(function(*call, bmm1_scale=0.1, enable_pdl=True).view(2, heads, ckv), batch(q, [0, 1, 2], keys, sm_scale=0.1)[0], 5e-2)
         with pytest.raises(NotImplementedError, match="bmm2_scale"):
