@@ -349,6 +349,8 @@ fn a_storm_of_disconnects_leaves_nothing_behind() {
 fn a_panic_in_a_step_is_told_to_all_and_poisons_the_engine() {
     let mut bad = toy();
     bad.fail_at = Some((20, true));
+    // Slow enough that all are asked before it panics.
+    bad.pace = Duration::from_millis(5);
     let handle = start(config(), bad);
     let sampling = Sampling { max_tokens: 1000, ..plain() };
     let all: Vec<_> = (0..3).map(|i| submit(&handle, request(vec![i], sampling.clone()))).collect();
