@@ -29,7 +29,8 @@ pub(crate) const TILE: usize = 512;
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Amx(Avx512);
 
-/// Proof that this thread's tiles are configured.
+/// Proof that this thread's tiles are configured. Sums may stay in them from call to call: were they used by others in
+/// between, sums would be wrong, and memory as safe.
 #[derive(Clone, Copy)]
 pub(crate) struct Tiles {
     amx: Amx,
@@ -333,9 +334,8 @@ impl Tiles {
     #[inline(always)]
     pub(crate) fn begin_i8(self, a: Left<'_, i8>, b: Right<'_, i8>, last: &mut [i32; 32 * 32]) {
         let (a0, a1, b0, b1) = pointers(a, b);
-        // SAFETY: tiles of 16 rows of 64 bytes are configured on this thread (`self`); `pointers` keeps what is read
-        // inside the slices, and 32 rows of 128 bytes are written to an array of as many. Were tiles used by others
-        // between two calls, sums would be wrong, and memory as safe.
+        // SAFETY: tiles of 16 rows of 64 bytes are configured here (`self`); `pointers` keeps what is read inside the
+        // slices, and 32 rows of 128 bytes are written to an array of as many.
         unsafe {
             asm!(
                 "tileloadd tmm4, [{a0} + {sa}*1]",
@@ -420,9 +420,8 @@ impl Tiles {
         // Everything the block below reads lies inside the slices; prefetches read nothing, wherever they point.
         assert!(steps > 0 && 2 * steps * TILE <= a.len() && 2 * steps * TILE <= b.len());
         let from = from.map_or(std::ptr::null(), |from| from.as_ptr());
-        // SAFETY: tiles of 16 rows of 64 bytes are configured on this thread (`self`), the assertion above keeps every
-        // tile inside its slice, and `from` and `last` have 32 rows of 128 bytes. Were tiles used by others between two
-        // calls, sums would be wrong, and memory as safe.
+        // SAFETY: tiles of 16 rows of 64 bytes are configured here (`self`), the assertion above keeps every tile inside
+        // its slice, and `from` and `last` have 32 rows of 128 bytes.
         unsafe {
             asm!(
                 "tileloadd tmm4, [{a} + {row}*1]",
@@ -596,9 +595,8 @@ impl Tiles {
                 )
             };
         }
-        // SAFETY: tiles of 16 rows of 64 bytes are configured on this thread (`self`); the four tiles read and the blocks
-        // of 32 rows of 128 bytes lie inside the slices. Were tiles used by others between two calls, sums would be
-        // wrong, and memory as safe.
+        // SAFETY: tiles of 16 rows of 64 bytes are configured here (`self`); the four tiles read and the blocks of 32 rows
+        // of 128 bytes lie inside the slices.
         unsafe {
             match from {
                 Some(from) => block!(

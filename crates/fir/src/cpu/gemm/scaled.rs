@@ -10,6 +10,8 @@
 //! VBMI, through sums of pairs: see [`mod@pairs`].
 
 #[cfg(target_arch = "x86_64")]
+mod exact;
+#[cfg(target_arch = "x86_64")]
 mod pairs;
 #[cfg(target_arch = "x86_64")]
 mod tiles;
@@ -42,6 +44,19 @@ pub(crate) struct ScaledProduct<'a> {
     pub out: TensorMut<'a>,
 }
 
+impl ScaledProduct<'_> {
+    /// `(m, k)`
+    fn shape(&self) -> (usize, usize) {
+        (self.x.data.shape()[0], self.x.data.shape()[1])
+    }
+
+    /// Multiplications of all of them, or as many as a usize holds.
+    fn work(list: &[Self]) -> usize {
+        let one = |p: &Self| p.shape().0.saturating_mul(p.shape().1).saturating_mul(p.w.data.shape()[0]);
+        list.iter().fold(0, |sum, p| sum.saturating_add(one(p)))
+    }
+}
+
 /// Several products in one launch, shapes checked by the caller; types and blocks are the same in all of them.
 pub(crate) fn products(cpu: &Cpu, op: &'static str, mut list: Vec<ScaledProduct<'_>>) -> Result<()> {
     // A side without rows may be longer than memory.
@@ -49,7 +64,7 @@ pub(crate) fn products(cpu: &Cpu, op: &'static str, mut list: Vec<ScaledProduct<
     let Some(first) = list.first() else { return Ok(()) };
     let (w, out) = (first.w.data.dtype(), first.out.dtype());
     #[cfg(target_arch = "x86_64")]
-    if let (Some(by), true) = (By::of(cpu), tiles::takes(first)) {
+    if let (Some(by), true) = (By::of(cpu), exact::takes(first)) {
         return match first.x.data.dtype() {
             DType::BF16 => with_fp8!(op, "w", w, W => with_float!(op, "out", out, O => {
                 by.products::<bf16, W, O>(cpu, op, list)
@@ -182,12 +197,12 @@ fn dots_of<W: Lane, O: Lane>(
     list: Vec<ScaledProduct<'_>>,
     wide: &[Vec<f32>],
 ) -> Result<()> {
-    let mut work = 0usize;
+    // Below 64k products, a few microseconds, waking the pool is not worth it.
+    let alone = ScaledProduct::work(&list) < 64 << 10;
     let panels: usize = list.iter().map(|p| p.w.data.shape()[0].div_ceil(PANEL)).sum();
     let mut units = Vec::new();
     for (p, wide) in list.into_iter().zip(wide) {
-        let (m, k) = (p.x.data.shape()[0], p.x.data.shape()[1]);
-        work = work.saturating_add(m.saturating_mul(k).saturating_mul(p.w.data.shape()[0]));
+        let (m, k) = p.shape();
         let (x_scales, w_scales) = (Scales::new(op, "x.scales", &p.x)?, Scales::new(op, "w.scales", &p.w)?);
         let (x, w) = (Rows::packed_as(wide, m, k), Rows::<W>::new(op, "w", p.w.data)?);
         // A panel has one row of scales.
@@ -200,8 +215,7 @@ fn dots_of<W: Lane, O: Lane>(
             units.extend(columns.map(|(i, out)| Unit { x, x_scales, w, w_scales, first: i * width, k, out }));
         }
     }
-    // Below 64k products, a few microseconds, waking the pool is not worth it.
-    if work < 64 << 10 {
+    if alone {
         units.into_iter().for_each(|unit| unit.run(cpu));
     } else {
         cpu.pool().scatter(units, |unit| unit.run(cpu));

@@ -297,6 +297,8 @@ mod tests {
             let distinct = 8.0 * 512.0 * (prefix + 128.0 * requests);
             assert_eq!(Load::pays(&[shared, own], distinct, flat, 132, true), faster, "{prefix} {requests}");
         }
+        // Nobody reads it.
+        assert!(!Load::pays(&[Load::default(); 2], 8.0 * 512.0 * 8192.0, Load::default(), 132, true));
         // 16 x 2048 and 64 x 2048.
         assert!(load(0.0, 0.0, 128.0, 2048.0).is_little(132) && !load(0.0, 0.0, 512.0, 2048.0).is_little(132));
     }

@@ -251,8 +251,7 @@ impl CascadePlan {
         let launches: Vec<_> = self.levels.iter().zip(&inputs).map(|(plan, inputs)| plan.launch(inputs)).collect();
         let (mut partials, mut tiles) = (Vec::with_capacity(n), None);
         for ((plan, inputs), scratch) in self.levels.iter().zip(&inputs).zip(per_level) {
-            let first = tiles.is_none();
-            let (rows, buffers) = plan.take(OP, if first { Some(inputs) } else { None }, scratch)?;
+            let (rows, buffers) = plan.take(OP, tiles.is_none().then_some(inputs), scratch)?;
             partials.push(rows);
             tiles.get_or_insert(buffers);
         }

@@ -9,7 +9,7 @@
 use std::cell::Cell;
 use std::ops::Range;
 
-use super::tiles::{STEP, convert, fp8, segment};
+use super::exact::{STEP, convert, fp8, segment};
 use super::{ScaledProduct, Scales};
 use crate::cpu::arch::{Avx512, PairKernel, TILE, aligned};
 use crate::cpu::exec::Cpu;
@@ -47,11 +47,9 @@ pub(super) fn products<X: Lane, W: Lane, O: Lane>(
     op: &'static str,
     list: Vec<ScaledProduct<'_>>,
 ) -> Result<()> {
-    let shape = |p: &ScaledProduct<'_>| (p.x.data.shape()[0], p.x.data.shape()[1]);
-    let work = |p: &ScaledProduct<'_>| shape(p).0.saturating_mul(shape(p).1).saturating_mul(p.w.data.shape()[0]);
     // Below 1M multiplications, a few microseconds, waking the pool is not worth it.
-    let alone = list.iter().fold(0usize, |sum, p| sum.saturating_add(work(p))) < 1 << 20;
-    let size = |p: &ScaledProduct<'_>| shape(p).0 * shape(p).1.next_multiple_of(STEP);
+    let alone = ScaledProduct::work(&list) < 1 << 20;
+    let size = |p: &ScaledProduct<'_>| p.shape().0 * p.shape().1.next_multiple_of(STEP);
     let mut buffer = WIDENED.take();
     let wide = aligned(&mut buffer, list.iter().map(size).sum());
     let (mut parts, mut rest) = (vec![], &mut *wide);
@@ -73,7 +71,7 @@ pub(super) fn products<X: Lane, W: Lane, O: Lane>(
     for p in list {
         let (mine, others) = rest.split_at(size(&p));
         rest = others;
-        let (m, k) = shape(&p);
+        let (m, k) = p.shape();
         let (x_scales, w_scales) = (Scales::new(op, "x.scales", &p.x)?, Scales::new(op, "w.scales", &p.w)?);
         let (w, out) = (Rows::<W>::new(op, "w", p.w.data)?, RowsMut::<O>::new(op, "out", p.out)?);
         let segment = segment(&x_scales, &w_scales);

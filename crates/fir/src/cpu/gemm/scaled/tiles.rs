@@ -9,17 +9,16 @@
 
 use std::cell::Cell;
 
+use super::exact::{STEP, convert, segment};
 use super::{ScaledProduct, Scales};
-use crate::cpu::arch::{Amx, Avx512, Fp8, Left, Right, Sums, TILE, TileKernel, Tiles, aligned};
+use crate::cpu::arch::{Amx, Avx512, Left, Right, Sums, TILE, TileKernel, Tiles, aligned};
 use crate::cpu::exec::Cpu;
 use crate::cpu::pool::RowsMut;
 use crate::cpu::rows::{Rows, narrow};
 use crate::cpu::vector::{Lane, Vector};
 use crate::error::Result;
-use crate::tensor::{DType, bf16};
+use crate::tensor::bf16;
 
-/// Elements along `k` of one step of a tile.
-pub(super) const STEP: usize = 32;
 /// Weight rows and rows of `x` per product of tiles.
 const STRIP: usize = 32;
 /// Steps of a strip: with 32 rows 33 KB of the first-level cache's 48.
@@ -38,41 +37,15 @@ thread_local! {
     static SCRATCH: Cell<(Vec<bf16>, Vec<f32>)> = const { Cell::new((Vec::new(), Vec::new())) };
 }
 
-/// Whether tiles, or pairs, take such a product: its types are exact in bf16, and scales change between steps. Sizes do not matter,
-/// or a row's result would depend on them.
-pub(super) fn takes(p: &ScaledProduct<'_>) -> bool {
-    let even = |columns: usize| columns.is_multiple_of(STEP) || columns == crate::tensor::Block::ALL;
-    matches!(p.x.data.dtype(), DType::BF16 | DType::E4M3 | DType::E5M2)
-        && [&p.x, &p.w].iter().all(|side| side.scales.is_none() || even(side.block.columns))
-}
-
-/// Steps that have one scale on either side; `None` if that is all.
-pub(super) fn segment(x: &Scales<'_>, w: &Scales<'_>) -> Option<usize> {
-    let gcd = |mut a: usize, mut b: usize| {
-        while b > 0 {
-            (a, b) = (b, a % b);
-        }
-        a
-    };
-    match (x.partial, w.partial) {
-        (true, true) => Some(gcd(x.block.columns, w.block.columns) / STEP),
-        (true, false) => Some(x.block.columns / STEP),
-        (false, true) => Some(w.block.columns / STEP),
-        (false, false) => None,
-    }
-}
-
 pub(super) fn products<X: Lane, W: Lane, O: Lane>(
     cpu: &Cpu,
     amx: Amx,
     op: &'static str,
     list: Vec<ScaledProduct<'_>>,
 ) -> Result<()> {
-    let shape = |p: &ScaledProduct<'_>| (p.x.data.shape()[0], p.x.data.shape()[1]);
-    let work = |p: &ScaledProduct<'_>| shape(p).0.saturating_mul(shape(p).1).saturating_mul(p.w.data.shape()[0]);
     // Below 4M multiplications, a few microseconds, waking the pool is not worth it.
-    let alone = list.iter().fold(0usize, |sum, p| sum.saturating_add(work(p))) < 4 << 20;
-    let size = |p: &ScaledProduct<'_>| shape(p).0.div_ceil(16) * shape(p).1.div_ceil(STEP) * TILE;
+    let alone = ScaledProduct::work(&list) < 4 << 20;
+    let size = |p: &ScaledProduct<'_>| p.shape().0.div_ceil(16) * p.shape().1.div_ceil(STEP) * TILE;
     let mut buffer = PACKED.take();
     let packed = aligned(&mut buffer, list.iter().map(size).sum());
     let (mut packs, mut factors, mut rest) = (vec![], vec![], &mut *packed);
@@ -91,11 +64,11 @@ pub(super) fn products<X: Lane, W: Lane, O: Lane>(
     }
 
     let (mut units, mut rest) = (vec![], &*packed);
-    let blocks: usize = list.iter().map(|p| shape(p).0.div_ceil(BLOCK_M)).sum();
+    let blocks: usize = list.iter().map(|p| p.shape().0.div_ceil(BLOCK_M)).sum();
     for (p, factors) in list.into_iter().zip(&factors) {
         let (mine, others) = rest.split_at(size(&p));
         rest = others;
-        let (m, k) = shape(&p);
+        let (m, k) = p.shape();
         let (x_scales, w_scales) = (Scales::new(op, "x.scales", &p.x)?, Scales::new(op, "w.scales", &p.w)?);
         let (w, out) = (Rows::<W>::new(op, "w", p.w.data)?, RowsMut::<O>::new(op, "out", p.out)?);
         // About eight units per worker over all products, for a worker that is slow for a while.
@@ -131,7 +104,7 @@ pub(super) fn products<X: Lane, W: Lane, O: Lane>(
 fn turned_scales(op: &'static str, p: &ScaledProduct<'_>) -> Result<Vec<f32>> {
     let (x, w) = (Scales::new(op, "x.scales", &p.x)?, Scales::new(op, "w.scales", &p.w)?);
     let Some(segment) = segment(&x, &w) else { return Ok(Vec::new()) };
-    let (m, k) = (p.x.data.shape()[0], p.x.data.shape()[1]);
+    let (m, k) = p.shape();
     let (segments, stride) = (k.div_ceil(segment * STEP), m.next_multiple_of(STRIP));
     let mut out = vec![1f32; segments * stride];
     for r in 0..if x.partial { m } else { 0 } {
@@ -176,39 +149,6 @@ impl<X: Lane> TileKernel for Pack<'_, X> {
             }
             v.pack_rows(&lines, 0, tile);
         }
-    }
-}
-
-/// The table of a type of fp8.
-#[inline(always)]
-pub(super) fn fp8<T: Lane>() -> Option<&'static Fp8> {
-    match T::DTYPE {
-        DType::E4M3 => Some(&const { Fp8::E4M3 }),
-        DType::E5M2 => Some(&const { Fp8::E5M2 }),
-        _ => None,
-    }
-}
-
-/// Fills `to`, whole steps, with the elements of a row from `from` on, zeros after its end. Exact for fp8 and bf16.
-#[inline(always)]
-pub(super) fn convert<T: Lane>(pairs: Avx512<true>, row: &[T], from: usize, to: &mut [bf16]) {
-    let row = &row[from..row.len().min(from + to.len())];
-    let Some(table) = fp8::<T>() else {
-        to[..row.len()].copy_from_slice(bytemuck::cast_slice(row));
-        to[row.len()..].fill(bf16::ZERO);
-        return;
-    };
-    let (whole, rest) = bytemuck::cast_slice::<T, u8>(row).as_chunks::<64>();
-    let (chunks, end) = to.as_chunks_mut::<64>();
-    for (from, to) in whole.iter().zip(&mut *chunks) {
-        pairs.widen_fp8(table, from, to);
-    }
-    let (mut bytes, mut wide) = ([0; 64], [bf16::ZERO; 64]);
-    bytes[..rest.len()].copy_from_slice(rest);
-    for to in chunks[whole.len()..].iter_mut().map(|to| &mut to[..]).chain([end]) {
-        pairs.widen_fp8(table, &bytes, &mut wide);
-        to.copy_from_slice(&wide[..to.len()]);
-        bytes = [0; 64];
     }
 }
 
