@@ -20,9 +20,10 @@ fn product(exec: &Exec, x: &Tensor, w: &Tensor, out: DType) -> Tensor {
 fn matches_reference_at_every_tail_length() {
     every_exec(|exec| {
         let mut rng = Rng::new(1);
-        // Around the tiles (6 or 3 rows, 4 columns), the panels (64 columns), the blocks (1024 deep) and the vectors.
+        // Around the tiles (6 or 3 rows, 4 columns), the panels (64 columns), the blocks (2048 deep) and the vectors.
         let small = (1..15).flat_map(|m| [(m, 5, 35), (m, m, m), (m, 64, 16), (m, 67, 129)]);
-        let large = [(1, 130, 2049), (13, 3, 1024), (25, 66, 1030), (60, 9, 64), (1, 1, 1), (2, 1, 5000)];
+        let large =
+            [(1, 130, 2049), (13, 3, 2048), (25, 66, 2060), (60, 9, 64), (1, 1, 1), (2, 1, 5000), (40, 9, 4177)];
         for (i, (m, n, k)) in small.chain(large).enumerate() {
             let dtype = FLOATS[i % 3];
             let (x, w) = (rng.tensor(dtype, &[m, k]), rng.tensor(dtype, &[n, k]));
@@ -75,8 +76,10 @@ fn long_sums_of_f32_are_exact() {
 fn many_rows_match_reference_and_have_the_bits_of_few() {
     every_exec(|exec| {
         let mut rng = Rng::new(7);
-        // Around the tiles that a GPU takes many rows in: 64, 128 or 256 rows, 32 to 256 columns, 64 or 128 deep.
-        for (i, (m, n, k)) in [(65, 40, 64), (300, 264, 72), (130, 520, 136), (257, 8, 200)].into_iter().enumerate() {
+        // Around the tiles that a GPU takes many rows in: 64, 128 or 256 rows, 32 to 256 columns, 64 or 128 deep. And pairs of more
+        // than a CPU's block of them.
+        let sizes = [(65, 40, 64), (300, 264, 72), (130, 520, 136), (257, 8, 200), (70, 12, 4176)];
+        for (i, (m, n, k)) in sizes.into_iter().enumerate() {
             let dtype = [DType::BF16, DType::F16][i % 2];
             let (x, w) = (rng.tensor(dtype, &[m, k]), rng.tensor(dtype, &[n, k]));
             for to in [dtype, DType::F32] {

@@ -21,7 +21,7 @@ const FENCE: &[&str] = &[
 const BUDGETS: &[(&[&str], usize)] = &[
     (&["tensor", "kv", "variant", "plan"], 7_400),
     (&["ops", "reference", "testing"], 9_700),
-    (&["cpu"], 15_300),
+    (&["cpu"], 15_500),
     (&["cuda"], 9_950),
 ];
 

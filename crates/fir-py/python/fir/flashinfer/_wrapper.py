@@ -118,7 +118,8 @@ class Wrapper:
 
     def _run(self, q, k, v, args, q_scale, k_scale, v_scale, out, lse, return_lse, kv_cache_sf=None, sink=None):
         """Checks, makes what is missing, and runs one layer."""
-        if self._planned.plan is None:
+        planned = self._planned
+        if planned.plan is None:
             raise RuntimeError("plan() must be called before run()")
         if q.dtype is not self._cached_q_data_type or k.dtype is not self._cached_kv_data_type:
             check_dtypes(q, k, self._cached_q_data_type, self._cached_kv_data_type)
@@ -128,7 +129,7 @@ class Wrapper:
             if self._like_q:
                 out = torch.empty_like(q)
             else:
-                shape = self._planned.key[0]
+                shape = planned.key[0]
                 out = torch.empty((q.shape[0], shape[0], shape[3]), dtype=self._cached_o_data_type, device=q.device)
         if not return_lse:
             lse = None
@@ -145,10 +146,14 @@ class Wrapper:
         else:
             q_scale = k_scale = v_scale = 1.0
         scales = None if kv_cache_sf is None else block_scales(kv_cache_sf)
-        if args or not compiling:
+        if compiling and not args:
+            _native.run_plan(self, q, k, v, out, lse, q_scale, k_scale, v_scale, scales, sink)
+        elif args or sink is not None or self._use_cuda_graph:
             self._launch(q, k, v, out, lse, q_scale, k_scale, v_scale, scales, sink, args)
         else:
-            _native.run_plan(self, q, k, v, out, lse, q_scale, k_scale, v_scale, scales, sink)
+            # What `_launch` comes to, without a call between.
+            planned.plan.run(q, k, v, out, lse, self._sm_scale * q_scale, planned.attention.params, k_scale, v_scale,
+                             self._kv_layout, scales, False)
         return (out, lse) if return_lse else out
 
     def _launch(self, q, k, v, out, lse, q_scale, k_scale, v_scale, scales, sink, args=()) -> None:
@@ -245,7 +250,8 @@ class Paged(Wrapper):
 
     def _run_paged(self, q, paged_kv_cache, args, q_scale, k_scale, v_scale, out, lse, return_lse, window_left,
                    kv_cache_sf, sink=None):
-        k, v = unpack_kv(paged_kv_cache)
+        # The plan checks the shape of a tensor itself.
+        k, v = (paged_kv_cache, None) if type(paged_kv_cache) is torch.Tensor else unpack_kv(paged_kv_cache)
         if window_left is not None and window_left != self._window_left:
             raise ValueError(f"window_left {window_left} mismatches that of plan(), {self._window_left}")
         return self._run(q, k, v, args, q_scale, k_scale, v_scale, out, lse, return_lse, kv_cache_sf, sink)

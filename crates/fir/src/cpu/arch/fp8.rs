@@ -1,9 +1,11 @@
 //! Numbers of fp8 as bf16, exactly: by a table of their 128 magnitudes, which VBMI looks up for 64 of them at a time.
 
 use std::arch::x86_64::*;
+use std::ops::Range;
 
 use super::TILE;
-use super::x86::{Avx512, transpose};
+use super::x86::Avx512;
+use crate::cpu::vector::Vector;
 use crate::tensor::bf16;
 
 impl Avx512<true> {
@@ -11,24 +13,77 @@ impl Avx512<true> {
     #[inline(always)]
     pub(crate) fn pack_fp8(self, table: &Fp8, rows: &[&[u8; 64]; 16], tiles: &mut [bf16], apart: usize) {
         assert!(tiles.len() >= apart + TILE);
-        // In every quarter: the first two of four numbers of each row, then the other two.
-        const HALVES: [u8; 16] = [0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15];
-        // SAFETY: `self` proves AVX-512 and VBMI; loads go through arrays of as many bytes, and both tiles lie inside `tiles`.
+        // SAFETY: `self` proves AVX-512 and VBMI, and both tiles lie inside `tiles`.
         unsafe {
-            let mut lines = [_mm512_setzero_si512(); 16];
-            for (line, row) in lines.iter_mut().zip(rows) {
-                *line = _mm512_loadu_si512(row.as_ptr().cast());
-            }
             let table = table.load();
-            let halves = _mm512_broadcast_i32x4(_mm_loadu_si128(HALVES.as_ptr().cast()));
-            for (i, x) in transpose(lines).into_iter().enumerate() {
-                let x = _mm512_shuffle_epi8(x, halves);
-                let (low, high) = widened(x, table);
-                let to = tiles.as_mut_ptr().add(i / 8 * apart + i % 8 * 64);
-                _mm512_storeu_si512(to.cast(), _mm512_unpacklo_epi8(low, high));
-                _mm512_storeu_si512(to.add(32).cast(), _mm512_unpackhi_epi8(low, high));
+            for (b, quarter) in quarters(rows).into_iter().enumerate() {
+                for (i, x) in turned(quarter).into_iter().enumerate() {
+                    let (low, high) = widened(x, table);
+                    let to = tiles.as_mut_ptr().add(b / 2 * apart + (b % 2 * 4 + i) * 64);
+                    _mm512_storeu_si512(to.cast(), _mm512_unpacklo_epi8(low, high));
+                    _mm512_storeu_si512(to.add(32).cast(), _mm512_unpackhi_epi8(low, high));
+                }
             }
         }
+    }
+
+    /// Adds to `sums`, whose lanes are the rows, the products of chunks of 64 rows of fp8 and of `x`, pairs of bf16: the same bits
+    /// as with packed tiles. `space` has room for a chunk of all rows.
+    ///
+    /// Four sums of 16 rows each are under way: one alone would wait 6 cycles for every pair.
+    #[inline(always)]
+    pub(crate) fn add_fp8<const R: usize>(
+        self,
+        table: &Fp8,
+        rows: &Chunks<'_>,
+        x: [&[[f32; 32]]; R],
+        chunks: Range<usize>,
+        space: &mut [bf16],
+        mut sums: [[__m512; 4]; R],
+    ) -> [[__m512; 4]; R] {
+        assert!(chunks.end <= rows.len && space.len() >= 64 * 32);
+        let space = space.as_mut_ptr();
+        // SAFETY: `self` proves AVX-512 and VBMI; rows have as many chunks; 64 vectors lie inside `space`; and a prefetch reads
+        // nothing, wherever it points.
+        unsafe {
+            let table = table.load();
+            for c in chunks {
+                for (g, rows) in rows.rows.as_chunks::<16>().0.iter().enumerate() {
+                    let mut lines = [&[0; 64]; 16];
+                    for (line, row) in lines.iter_mut().zip(rows) {
+                        let at = row.as_ptr().add(c);
+                        // Of rows of 4 KiB, which share a place in the first-level cache, more would push out each other.
+                        _mm_prefetch::<_MM_HINT_T1>(at.wrapping_add(4).cast());
+                        *line = &*at;
+                    }
+                    for (i, x) in quarters(&lines).as_flattened().iter().enumerate() {
+                        _mm512_storeu_si512(space.add((16 * g + i) * 32).cast(), *x);
+                    }
+                }
+                for b in 0..4 {
+                    let mut turns = [[_mm512_setzero_si512(); 4]; 4];
+                    for (g, turns) in turns.iter_mut().enumerate() {
+                        for (r, turn) in turns.iter_mut().enumerate() {
+                            *turn = _mm512_loadu_si512(space.add((16 * g + 4 * b + r) * 32).cast());
+                        }
+                        *turns = turned(*turns);
+                    }
+                    for i in 0..4 {
+                        for (g, turns) in turns.iter().enumerate() {
+                            let (low, high) = widened(turns[i], table);
+                            let first = _mm512_castsi512_ps(_mm512_unpacklo_epi8(low, high));
+                            let second = _mm512_castsi512_ps(_mm512_unpackhi_epi8(low, high));
+                            for (sums, x) in sums.iter_mut().zip(x) {
+                                let at = 8 * b + 2 * i;
+                                sums[g] = self.fma(self.splat(x[c][at]), first, sums[g]);
+                                sums[g] = self.fma(self.splat(x[c][at + 1]), second, sums[g]);
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        sums
     }
 
     /// 64 numbers of fp8 as bf16, exactly.
@@ -49,6 +104,59 @@ impl Avx512<true> {
             _mm512_storeu_si512(out.add(32).cast(), _mm512_unpackhi_epi8(low, high));
         }
     }
+}
+
+/// Rows of fp8 by chunks of 64.
+pub(crate) struct Chunks<'a> {
+    rows: [&'a [[u8; 64]]; 64],
+    /// Chunks that all of them have.
+    len: usize,
+}
+
+impl<'a> Chunks<'a> {
+    /// The whole chunks of some rows.
+    pub(crate) fn new(rows: &[&'a [u8]; 64]) -> Self {
+        let rows = rows.map(|row| row.as_chunks().0);
+        Self { rows, len: rows.iter().map(|row| row.len()).min().unwrap_or(0) }
+    }
+}
+
+/// 64 bytes of 16 rows: of vector `[b][r]`, in quarter `q`, those of quarter `b` of row `4 * q + r`.
+#[target_feature(enable = "avx512f")]
+#[inline]
+fn quarters(rows: &[&[u8; 64]; 16]) -> [[__m512i; 4]; 4] {
+    let mut out = [[_mm512_setzero_si512(); 4]; 4];
+    for r in 0..4 {
+        let mut a = [_mm512_setzero_si512(); 4];
+        for (q, a) in a.iter_mut().enumerate() {
+            // SAFETY: a row has 64 bytes.
+            *a = unsafe { _mm512_loadu_si512(rows[4 * q + r].as_ptr().cast()) };
+        }
+        let low = _mm512_shuffle_i32x4::<0b01_00_01_00>(a[0], a[1]);
+        let low2 = _mm512_shuffle_i32x4::<0b01_00_01_00>(a[2], a[3]);
+        let high = _mm512_shuffle_i32x4::<0b11_10_11_10>(a[0], a[1]);
+        let high2 = _mm512_shuffle_i32x4::<0b11_10_11_10>(a[2], a[3]);
+        out[0][r] = _mm512_shuffle_i32x4::<0b10_00_10_00>(low, low2);
+        out[1][r] = _mm512_shuffle_i32x4::<0b11_01_11_01>(low, low2);
+        out[2][r] = _mm512_shuffle_i32x4::<0b10_00_10_00>(high, high2);
+        out[3][r] = _mm512_shuffle_i32x4::<0b11_01_11_01>(high, high2);
+    }
+    out
+}
+
+/// Of one of the [`quarters`], by pairs of numbers: in quarter `q` of vector `i` the pairs `2 * i` of rows `4 * q..4 * q + 4`, then
+/// their pairs `2 * i + 1`.
+#[target_feature(enable = "avx512f,avx512bw")]
+#[inline]
+fn turned([a, b, c, d]: [__m512i; 4]) -> [__m512i; 4] {
+    let (even, odd) = (_mm512_unpacklo_epi16(a, c), _mm512_unpacklo_epi16(b, d));
+    let (even2, odd2) = (_mm512_unpackhi_epi16(a, c), _mm512_unpackhi_epi16(b, d));
+    [
+        _mm512_unpacklo_epi16(even, odd),
+        _mm512_unpackhi_epi16(even, odd),
+        _mm512_unpacklo_epi16(even2, odd2),
+        _mm512_unpackhi_epi16(even2, odd2),
+    ]
 }
 
 /// The low and the high bytes of the bf16 of 64 numbers of fp8, by an [`Fp8`].

@@ -15,7 +15,7 @@ mod x86;
 #[cfg(target_arch = "x86_64")]
 pub(crate) use amx::{Ahead, Amx, Left, Right, Sums, TILE, TileKernel, Tiles};
 #[cfg(target_arch = "x86_64")]
-pub(crate) use fp8::Fp8;
+pub(crate) use fp8::{Chunks, Fp8};
 pub(crate) use portable::Portable;
 #[cfg(target_arch = "x86_64")]
 pub(crate) use x86::{Avx2, Avx512, PairKernel};

@@ -11,6 +11,7 @@
 //! 207 that loop alone reached 77 to 81 % of the multiply-adds' own speed beside a busy neighbour, 12 × 2 and 14 × 2 70 to 74 %.
 
 use super::DEPTH;
+use crate::cpu::arch::prefetch_ahead;
 use crate::cpu::rows::Rows;
 use crate::cpu::vector::{Kernel, Lane, Vector};
 
@@ -19,7 +20,7 @@ pub(super) const FEW: usize = 32;
 /// Rows of `x` that are whole strips at any level.
 pub(super) const ROWS: usize = 18;
 /// Weight rows of a unit, whole strips at any level: 384 KB packed, of the second-level cache.
-pub(super) const PANEL: usize = 96;
+pub(super) const PANEL: usize = 48;
 /// Elements ahead of those being packed that are asked for.
 const AHEAD: usize = 128;
 /// Deepest stack of partial sums: the levels of a tree of 16 lanes.
@@ -63,20 +64,26 @@ impl<T: Lane> PackRows<'_, T> {
     fn pack<V: Vector, const R: usize>(self, v: V) {
         let Self { x, first, to } = self;
         let k = x.row_len();
-        let mut lanes = [0f32; 16];
-        for place in 0..ROWS {
-            let row = if first + place < x.len() { x.row(first + place) } else { &[] };
-            let strip = &mut to[place / R * R * row_len(k)..];
+        for (i, strip) in to.chunks_exact_mut((R * row_len(k)).max(1)).enumerate().take(ROWS / R) {
+            let mut rows = [&[][..]; R];
+            for (r, row) in rows.iter_mut().enumerate() {
+                let r = first + i * R + r;
+                *row = if r < x.len() { x.row(r) } else { &[] };
+            }
             let mut from = 0;
             while from < k {
-                let depth = DEPTH.min(k - from);
-                let steps = depth.div_ceil(V::LANES);
-                let to = &mut strip[R * from..][..R * steps * V::LANES];
+                let steps = DEPTH.min(k - from).div_ceil(V::LANES);
+                let (to, _) = strip[R * from..][..R * steps * V::LANES].as_chunks_mut::<R>();
                 for t in 0..steps {
                     let at = from + t * V::LANES;
-                    v.store(load(v, row, at..k.min(at + V::LANES)), &mut lanes);
-                    for (lane, &x) in lanes.iter().enumerate().take(V::LANES) {
-                        to[(turn_of::<V>(lane) * steps + t) * R + place % R] = x;
+                    let mut block = [v.splat(0.0); 16];
+                    for (x, row) in block.iter_mut().zip(rows) {
+                        *x = load(v, row, at..k.min(at + V::LANES));
+                    }
+                    for (lane, x) in v.transpose(block).into_iter().enumerate().take(V::LANES) {
+                        let mut all = [0f32; 16];
+                        v.store(x, &mut all);
+                        to[turn_of::<V>(lane) * steps + t].copy_from_slice(&all[..R]);
                     }
                 }
                 from += DEPTH;
@@ -204,8 +211,9 @@ fn pack_weights<V: Vector, W: Lane, const C: usize>(
             let at = from + t * V::LANES;
             let mut block = [v.splat(0.0); 16];
             for (x, line) in block.iter_mut().zip(lines) {
-                // Sixteen rows at a time are more than the caches' own prefetchers follow: half the time without this.
-                v.prefetch(line.get(at + AHEAD..=at + AHEAD).unwrap_or_default());
+                // Sixteen rows at a time are more than the caches' own prefetchers follow: half the time without this. Into the
+                // second-level cache, as rows of whole pages push each other out of the first.
+                v.prefetch_far(line, at + AHEAD);
                 *x = load(v, line, at..k.min(at + V::LANES));
             }
             for (lane, x) in v.transpose(block).into_iter().enumerate().take(V::LANES) {
@@ -278,6 +286,7 @@ fn lane_sums<V: Vector, const R: usize, const C: usize>(v: V, x: &[f32], w: &[f3
         let mut ws = [v.splat(0.0); C];
         for c in 0..C {
             ws[c] = v.load(&w[c * V::LANES..]);
+            prefetch_ahead(bytemuck::cast_slice(&w[c * V::LANES..(c + 1) * V::LANES]), 8 * 192);
         }
         for r in 0..R {
             let x = v.splat(x[r]);

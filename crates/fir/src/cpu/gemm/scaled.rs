@@ -31,7 +31,7 @@ use crate::tensor::{Block, Scaled, TensorMut};
 #[cfg(target_arch = "x86_64")]
 use crate::tensor::{DType, bf16};
 
-/// Rows of `x` that are multiplied by the weights' scales at once: 96 KB with [`DEPTH`], of the second-level cache.
+/// Rows of `x` that are multiplied by the weights' scales at once: 192 KB with [`DEPTH`], of the second-level cache.
 const CHUNK: usize = 24;
 
 /// One product of a launch.
