@@ -445,7 +445,7 @@ impl Shared {
         let cpu = exec_at(Place::Host)?;
         let mut tables = vec![];
         for (_, indptr, indices, last) in given {
-            let on_host = indices.extract::<Arg>()?.place()? == Place::Host;
+            let on_host = indices.extract::<Arg>()?.place() == Place::Host;
             // Other libraries than torch have other words for it.
             let copy = || indices.call_method0("cpu").ok();
             let Some(indices) = (if on_host { Some(indices.clone()) } else { copy() }) else { return Ok(None) };

@@ -61,7 +61,7 @@ impl Table {
     ) -> PyResult<Self> {
         let (indptr, ids) = (host_i32(indptr, "indptr")?, indices.extract::<Arg>()?);
         let lens = host_i32(lens, if what == Lens::LastPage { "last_page_len" } else { "kv_len" })?;
-        if ids.place()? == Place::Host {
+        if ids.place() == Place::Host {
             if offsets.is_some() && matches!(exec, Exec::Cuda(_)) {
                 let want = "a device, as the offsets are: graphs read both";
                 return Err(to_py(Error::place("plan", "indices", Place::Host, want)));
@@ -86,7 +86,7 @@ impl Table {
             return Ok(Self { table: table.map_err(to_py)?, _held: vec![] });
         }
         let Exec::Cuda(gpu) = exec else {
-            let (got, want) = (ids.place()?, "host memory, as the tensors of the call");
+            let (got, want) = (ids.place(), "host memory, as the tensors of the call");
             return Err(to_py(Error::place("plan", "indices", got, want)));
         };
         let lens: Vec<i32> = match what {

@@ -8,6 +8,7 @@
 //! to see to.
 #![allow(unsafe_code)]
 
+use std::cell::Cell;
 use std::ffi::{CStr, c_void};
 use std::ptr;
 use std::sync::{Mutex, OnceLock};
@@ -15,7 +16,6 @@ use std::sync::{Mutex, OnceLock};
 use fir::exec::{Exec, Gpu};
 use fir::tensor::dlpack::{
     DEVICE_CPU, DEVICE_CUDA, DlDataType, DlDevice, DlManagedTensor, DlManagedTensorVersioned, DlTensor, DlVersion,
-    FLAG_READ_ONLY,
 };
 use fir::tensor::{Foreign, Layout, MAX_RANK, Place};
 use fir::{DType, TensorMut, TensorRef};
@@ -32,9 +32,7 @@ pub(crate) struct Arg {
     foreign: Foreign,
     /// Address of the first element.
     start: usize,
-    /// What `foreign` looks at again when it is dropped, unless another library keeps that.
-    _descriptor: Option<Box<DlManagedTensorVersioned>>,
-    /// The tensor before it was taken for one of another type, with the descriptor that it looks at when it is dropped.
+    /// The tensor before it was taken for one of another type, whose memory it is.
     _before: Option<Box<Arg>>,
     /// Whose CUDA stream it is computed on.
     stream: Stream,
@@ -50,11 +48,6 @@ enum Stream {
     /// Torch's, without it.
     Torch,
 }
-
-// SAFETY: the raw pointers in `_descriptor` are not followed after `Foreign` has read them, but for its deleter, which is none.
-unsafe impl Send for Arg {}
-// SAFETY: as above.
-unsafe impl Sync for Arg {}
 
 /// DLPack's exchange interface: functions that a library's tensor type offers to C.
 #[repr(C)]
@@ -110,18 +103,9 @@ impl Arg {
     /// `tensor` describes memory that lives while `self` does, with `shape` and `strides` of `ndim` entries (`strides` may
     /// be null), and which nobody else writes meanwhile.
     unsafe fn borrowed(tensor: DlTensor, read_only: bool, stream: Stream) -> PyResult<Self> {
-        let mut descriptor = Box::new(DlManagedTensorVersioned {
-            version: DlVersion { major: 1, minor: 1 },
-            manager_ctx: ptr::null_mut(),
-            deleter: None,
-            flags: if read_only { FLAG_READ_ONLY } else { 0 },
-            dl_tensor: tensor,
-        });
-        // SAFETY: the caller's promise for the memory; the descriptor lives in `_descriptor`, which is dropped after
-        // `foreign`, and has no deleter, so that it may be dropped on any thread.
-        let foreign = unsafe { Foreign::from_dlpack(&raw mut *descriptor) }.map_err(to_py)?;
-        let start = start_of(&tensor);
-        Ok(Self { foreign, start, _descriptor: Some(descriptor), _before: None, stream })
+        // SAFETY: the caller's promise.
+        let foreign = unsafe { Foreign::lent(tensor, read_only) }.map_err(to_py)?;
+        Ok(Self { foreign, start: start_of(&tensor), _before: None, stream })
     }
 
     /// Memory at an address where `self` is, of its element type.
@@ -129,7 +113,7 @@ impl Arg {
     /// # Safety
     /// The memory is there while the result is used, or its part that is looked at, and nobody writes it meanwhile.
     pub(crate) unsafe fn at(&self, address: usize, mut shape: [i64; 4], mut strides: [i64; 4]) -> PyResult<Self> {
-        let device = match self.place()? {
+        let device = match self.place() {
             Place::Cuda(ordinal) => DlDevice { device_type: DEVICE_CUDA, device_id: ordinal as i32 },
             _ => DlDevice { device_type: DEVICE_CPU, device_id: 0 },
         };
@@ -210,7 +194,7 @@ impl Arg {
             (unsafe { Foreign::from_dlpack_unversioned(tensor) }, start)
         };
         let foreign = foreign.map_err(to_py)?;
-        Ok(Self { foreign, start, _descriptor: None, _before: None, stream: Stream::Default })
+        Ok(Self { foreign, start, _before: None, stream: Stream::Default })
     }
 
     /// By `__cuda_array_interface__`, version 2 or 3.
@@ -279,8 +263,8 @@ impl Arg {
         self.foreign.layout().shape()
     }
 
-    pub(crate) fn place(&self) -> PyResult<Place> {
-        self.view().map(|v| v.place()).map_err(to_py)
+    pub(crate) fn place(&self) -> Place {
+        self.foreign.place()
     }
 
     /// The same bytes as another type of the same size: packed fp4 and fp8 scales often come as `uint8`.
@@ -297,7 +281,7 @@ impl Arg {
             out
         };
         let (mut shape, mut strides) = (signed(self.shape()), signed(self.layout().strides()));
-        let device = match self.place()? {
+        let device = match self.place() {
             Place::Cuda(ordinal) => DlDevice { device_type: DEVICE_CUDA, device_id: ordinal as i32 },
             _ => DlDevice { device_type: DEVICE_CPU, device_id: 0 },
         };
@@ -358,7 +342,6 @@ impl Arg {
         let copy = Aligned::new(&bytes);
         self.start = copy.0.as_ptr().addr();
         self.foreign = Foreign::from_owner(Box::new(copy), dtype, layout.shape()).map_err(to_py)?;
-        self._descriptor = None;
         Ok(())
     }
 }
@@ -502,9 +485,7 @@ pub(crate) fn exec_at(place: Place) -> PyResult<Exec> {
 
 /// Where a tensor is computed on: the CPU, or its device on the stream that its library works on now.
 pub(crate) fn exec_of(py: Python<'_>, tensor: &Arg) -> PyResult<Exec> {
-    let exec = exec_at(tensor.place()?)?;
-    let Exec::Cuda(gpu) = &exec else { return Ok(exec) };
-    let Place::Cuda(ordinal) = tensor.place()? else { return Ok(exec) };
+    let Place::Cuda(ordinal) = tensor.place() else { return exec_at(tensor.place()) };
     let handle = match tensor.stream {
         Stream::Default => 0,
         Stream::Exchange(api) => {
@@ -521,11 +502,26 @@ pub(crate) fn exec_of(py: Python<'_>, tensor: &Arg) -> PyResult<Exec> {
             TORCH.import(py, "torch._C", "_cuda_getCurrentRawStream")?.call1((ordinal,))?.extract()?
         }
     };
-    let Some(own) = gpu.stream() else { return Ok(exec) };
-    // SAFETY: the handle is the stream that the tensor's library works on, of the primary context; those libraries keep
-    // their streams for the life of the process.
-    let stream = unsafe { own.foreign(handle) };
-    gpu.on_stream(&stream).map(Exec::Cuda).map_err(to_py)
+    let last = LAST.take().filter(|(at, _)| *at == (ordinal, handle));
+    let exec = match last {
+        Some((_, exec)) => exec,
+        None => {
+            let gpu = gpu(ordinal).map_err(to_py)?;
+            match gpu.stream() {
+                // SAFETY: the handle is the stream that the tensor's library works on, of the primary context; those libraries
+                // keep their streams for the life of the process.
+                Some(own) => gpu.on_stream(&unsafe { own.foreign(handle) }).map(Exec::Cuda).map_err(to_py)?,
+                None => return Ok(Exec::Cuda(gpu)),
+            }
+        }
+    };
+    LAST.set(Some(((ordinal, handle), exec.clone())));
+    Ok(exec)
+}
+
+thread_local! {
+    /// The executor of a device and a stream that a thread called last: most calls are on the same.
+    static LAST: Cell<Option<((u32, usize), Exec)>> = const { Cell::new(None) };
 }
 
 /// Gets a call ready: where it runs, told by the first tensor, and copies of the inputs whose memory an output shares.
@@ -542,7 +538,7 @@ pub(crate) fn prepare(py: Python<'_>, inputs: &mut [&mut Arg], outputs: &[&Arg])
     }
     for input in inputs.iter_mut() {
         let Some(output) = outputs.iter().find(|o| input.overlaps(o)) else { continue };
-        match input.place()? {
+        match input.place() {
             Place::Host => input.copy()?,
             _ if input.range() == output.range() && input.layout() == output.layout() => {}
             _ => {

@@ -254,7 +254,7 @@ fn adapt(
         Matrices::Tensor(tensor) => tensor,
         Matrices::At(address, (experts, outputs, inputs), (by_adapter, by_expert)) => {
             // Nobody knows how many there are; a device's kernel looks at those that are named, and so does a CPU's.
-            let count = match adapters.place()? {
+            let count = match adapters.place() {
                 Place::Host => host_ids(&adapters)?.into_iter().max().map_or(1, |most| most.saturating_add(1).max(1)),
                 _ => 1 << 20,
             };

@@ -138,7 +138,9 @@ impl Nvrtc {
         let (source, kernel) = (text(job.text)?, text(job.kernel)?);
         let headers = texts(&mut job.headers.iter().map(|h| h.1))?;
         let names = texts(&mut job.headers.iter().map(|h| h.0.as_str()))?;
-        let options = texts(&mut job.options.iter().map(String::as_str))?;
+        // Its own cache, of 12.9 and later, would leave the log empty that registers are read from; ours keeps both.
+        let fresh = (self.version() >= (12, 9)).then_some("--no-cache");
+        let options = texts(&mut job.options.iter().map(String::as_str).chain(fresh))?;
         let mut guard = Guard { api: &self.api, program: ptr::null_mut() };
         // SAFETY: all strings end in 0 and live through the call, which copies them; the counts are the lists'.
         let code = unsafe {

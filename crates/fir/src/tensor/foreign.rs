@@ -191,6 +191,8 @@ impl std::fmt::Debug for Owner {
 enum Guard {
     Versioned(#[expect(dead_code, reason = "held for its drop")] Dlpack),
     Unversioned(#[expect(dead_code, reason = "held for its drop")] Dlpack<DlManagedTensor>),
+    /// Lent, so nothing is to be given back.
+    Nothing,
 }
 
 // SAFETY: the caller of `from_dlpack…` promised that the memory may be read and the deleter called from any thread;
@@ -246,6 +248,15 @@ impl Foreign {
         let tensor = unsafe { (*p.as_ptr()).dl_tensor };
         // SAFETY: the caller's contract, passed on.
         unsafe { Self::check(tensor, 0, guard) }
+    }
+
+    /// A tensor that is lent for a while: nobody is told when the value is dropped. Refused is what [`Self::from_dlpack`] refuses.
+    ///
+    /// # Safety
+    /// As [`Self::from_dlpack`], of memory that lives as long as the value; `shape` and `strides` are read in the call alone.
+    pub unsafe fn lent(tensor: DlTensor, read_only: bool) -> Result<Self> {
+        // SAFETY: the caller's contract, passed on.
+        unsafe { Self::check(tensor, if read_only { FLAG_READ_ONLY } else { 0 }, Guard::Nothing) }
     }
 
     /// # Safety
@@ -361,6 +372,14 @@ impl Foreign {
         match self.owner {
             Owner::Dlpack { read_only, .. } => read_only,
             Owner::Bytes(_) => true,
+        }
+    }
+
+    /// Where its memory is.
+    pub fn place(&self) -> Place {
+        match self.owner {
+            Owner::Dlpack { place, .. } => place,
+            Owner::Bytes(_) => Place::Host,
         }
     }
 
