@@ -454,7 +454,7 @@ impl Shared {
         let levels: Vec<_> = qo.iter().zip(&tables).map(|(qo, t)| (qo, t.get())).collect();
         let (Ok(mut table), Some(qo)) = (PageTable::joined(&levels), qo.last()) else { return Ok(None) };
         if let Exec::Cuda(gpu) = exec {
-            table = table.to_device(gpu).map_err(to_py)?;
+            table = table.into_device(gpu).map_err(to_py)?;
         }
         let plan =
             attention::BatchPlan::new(exec, problem.clone(), qo, table.lens(), Split::Balanced).map_err(to_py)?;

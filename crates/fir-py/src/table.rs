@@ -80,7 +80,7 @@ impl Table {
                 Lens::Tokens => PageTable::with_lens(page_size, pages, indptr, ids, &lens),
             };
             let table = match (table, exec) {
-                (Ok(table), Exec::Cuda(gpu)) => table.to_device(gpu),
+                (Ok(table), Exec::Cuda(gpu)) => table.into_device(gpu),
                 (table, _) => table,
             };
             return Ok(Self { table: table.map_err(to_py)?, _held: vec![] });

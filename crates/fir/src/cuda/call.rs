@@ -90,7 +90,7 @@ impl<'a> Call<'a> {
         }
         let address = self.scratch(name, bytes.len())?;
         match self.args.last() {
-            Some(Arg { buffer: Some(buffer), .. }) if !bytes.is_empty() => self.gpu.send(bytes, buffer)?,
+            Some(Arg { buffer: Some(buffer), .. }) if !bytes.is_empty() => self.gpu.send(&[bytes], buffer)?,
             _ => {}
         }
         Ok(address)

@@ -41,7 +41,8 @@ pub(crate) struct OnDevice<'a> {
 #[cfg(feature = "cuda")]
 #[derive(Clone, Debug)]
 pub(crate) enum Ints<'a> {
-    Owned(Arc<Tensor>),
+    /// So many of a list, from a place on.
+    Owned(Arc<Tensor>, usize, usize),
     Borrowed(TensorRef<'a>),
 }
 
@@ -49,7 +50,7 @@ pub(crate) enum Ints<'a> {
 impl Ints<'_> {
     pub(crate) fn view(&self) -> TensorRef<'_> {
         match self {
-            Self::Owned(ints) => ints.view(),
+            Self::Owned(ints, at, len) => ints.view().slice(0, *at..at + len).expect("a part of the list"),
             Self::Borrowed(ints) => *ints,
         }
     }

@@ -95,7 +95,7 @@ impl Parts {
             Some(memory) => memory,
             None => Buffer::new(stream, most * size_of::<i32>())?,
         };
-        gpu.send(bytemuck::cast_slice(&words), self.memory.insert(memory))
+        gpu.send(&[bytemuck::cast_slice(&words)], self.memory.insert(memory))
     }
 
     /// What a graph keeps of them: where they are, how many rows, and the first of each level.

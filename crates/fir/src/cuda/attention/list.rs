@@ -234,7 +234,7 @@ impl List {
                 list[count..].iter_mut().for_each(|to| (to.tokens, to.next) = (0, -1));
             }
         }
-        self.memory.as_ref().map_or(Ok(()), |memory| self.gpu.send(bytemuck::cast_slice(&self.lines), memory))
+        self.memory.as_ref().map_or(Ok(()), |memory| self.gpu.send(&[bytemuck::cast_slice(&self.lines)], memory))
     }
 
     /// Whether nobody has anything to do.

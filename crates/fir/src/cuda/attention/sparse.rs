@@ -108,7 +108,7 @@ impl Plan {
         let offsets = [lists.len(), lists.len() + columns.len(), lists.len() + columns.len() + seen.len()];
         let words: Vec<i32> = lists.into_iter().chain(columns).chain(seen.into_iter().map(|w| w as i32)).collect();
         let memory = gpu.stream().map(|stream| Buffer::new(stream, size_of_val(&words[..]))).transpose()?;
-        memory.as_ref().map_or(Ok(()), |memory| gpu.send(bytemuck::cast_slice(&words), memory))?;
+        memory.as_ref().map_or(Ok(()), |memory| gpu.send(&[bytemuck::cast_slice(&words)], memory))?;
         let kernel = gpu.kernel(source(spec.q, dim))?;
         let (rows, block_rows) = (mask.rows, mask.block_rows);
         Ok(Some(Self {

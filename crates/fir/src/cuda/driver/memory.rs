@@ -122,20 +122,26 @@ impl Pinned {
         self.len
     }
 
-    /// Queues a copy of `bytes` to the beginning of `to`. Waits for its own last copy alone.
-    pub(crate) fn send(&mut self, bytes: &[u8], to: &Buffer) -> Result<()> {
-        if bytes.len() > self.len {
-            return Err(Error::value("copy", "bytes", bytes.len(), format!("at most {}", self.len)));
+    /// Queues a copy of `parts`, one after the other, to the beginning of `to`. Waits for its own last copy alone.
+    pub(crate) fn send(&mut self, parts: &[&[u8]], to: &Buffer) -> Result<()> {
+        let len = parts.iter().map(|part| part.len()).sum();
+        if len > self.len {
+            return Err(Error::value("copy", "bytes", len, format!("at most {}", self.len)));
         }
-        if bytes.is_empty() {
+        if len == 0 {
             return Ok(());
         }
         if let Some(event) = &self.copied {
             event.synchronize()?;
         }
         // SAFETY: `len` bytes are ours from `start` on, and no copy reads them: the last one was waited for.
-        let memory = unsafe { std::slice::from_raw_parts_mut(self.start.cast::<u8>(), bytes.len()) };
-        memory.copy_from_slice(bytes);
+        let memory = unsafe { std::slice::from_raw_parts_mut(self.start.cast::<u8>(), len) };
+        let mut rest = &mut *memory;
+        for part in parts {
+            let (here, others) = rest.split_at_mut(part.len());
+            here.copy_from_slice(part);
+            rest = others;
+        }
         let queued = to.queue_write(0, memory);
         let marked = match &self.copied {
             Some(event) => to.stream.record_again(event),

@@ -150,7 +150,7 @@ impl SparsePlan {
 fn placed(exec: &Exec, table: PageTable<'static>) -> Result<PageTable<'static>> {
     match exec {
         #[cfg(feature = "cuda")]
-        Exec::Cuda(gpu) if gpu.stream().is_some() => table.to_device(gpu),
+        Exec::Cuda(gpu) if gpu.stream().is_some() => table.into_device(gpu),
         _ => Ok(table),
     }
 }
