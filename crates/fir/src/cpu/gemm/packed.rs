@@ -11,7 +11,6 @@
 //! 207 that loop alone reached 77 to 81 % of the multiply-adds' own speed beside a busy neighbour, 12 × 2 and 14 × 2 70 to 74 %.
 
 use super::DEPTH;
-use crate::cpu::arch::prefetch_ahead;
 use crate::cpu::rows::Rows;
 use crate::cpu::vector::{Kernel, Lane, Vector};
 
@@ -286,7 +285,6 @@ fn lane_sums<V: Vector, const R: usize, const C: usize>(v: V, x: &[f32], w: &[f3
         let mut ws = [v.splat(0.0); C];
         for c in 0..C {
             ws[c] = v.load(&w[c * V::LANES..]);
-            prefetch_ahead(bytemuck::cast_slice(&w[c * V::LANES..(c + 1) * V::LANES]), 8 * 192);
         }
         for r in 0..R {
             let x = v.splat(x[r]);
