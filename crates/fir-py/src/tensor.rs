@@ -509,7 +509,8 @@ pub(crate) fn exec_of(py: Python<'_>, tensor: &Arg) -> PyResult<Exec> {
             let gpu = gpu(ordinal).map_err(to_py)?;
             match gpu.stream() {
                 // SAFETY: the handle is the stream that the tensor's library works on, of the primary context; those libraries
-                // keep their streams for the life of the process.
+                // keep their streams for the life of the process. One that was destroyed by its maker is not touched again: what
+                // is kept in `LAST` is taken only when the library names that handle once more.
                 Some(own) => gpu.on_stream(&unsafe { own.foreign(handle) }).map(Exec::Cuda).map_err(to_py)?,
                 None => return Ok(Exec::Cuda(gpu)),
             }

@@ -380,7 +380,7 @@ fn any_version(folder: &Path, source: &Source, arch: Arch, driver: i32, hash: u1
     })
 }
 
-const MAGIC: &[u8; 8] = b"fircubn1";
+const MAGIC: &[u8; 8] = b"fircubn2";
 
 /// A cache file: a mark, the hash of all that follows, the length of a text, the text (title, symbol, usage), the image.
 fn encode(cubin: &Cubin, title: &str) -> Vec<u8> {

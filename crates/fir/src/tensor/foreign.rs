@@ -1,7 +1,7 @@
 //! Memory of others: DLPack tensors in and out, and mapped files.
 //!
 //! [`Foreign`] owns a tensor that another library made, lends it as [`TensorRef`] or [`TensorMut`], and gives it back
-//! when dropped. [`Dlpack`] is the way out: a [`Tensor`] wrapped for another library.
+//! when dropped, unless it was lent itself. [`Dlpack`] is the way out: a [`Tensor`] wrapped for another library.
 //!
 //! Everything a descriptor says is checked before the memory is touched; what cannot be checked, that the memory is
 //! there and nobody else writes it, is the caller's promise.
@@ -158,7 +158,7 @@ impl Tensor {
 /// Bytes that live elsewhere: a mapped file, say.
 pub type BytesOwner = Box<dyn AsRef<[u8]> + Send + Sync>;
 
-/// A tensor in memory of others, given back on drop.
+/// A tensor in memory of others, given back on drop unless it was lent.
 #[derive(Debug)]
 pub struct Foreign {
     owner: Owner,

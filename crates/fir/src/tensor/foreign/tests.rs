@@ -240,6 +240,31 @@ fn hostile_descriptors_are_refused_and_freed_once() {
 }
 
 #[test]
+fn what_is_lent_is_checked_and_its_descriptor_may_go() {
+    let mut data: Vec<f32> = (0..6).map(|i| i as f32).collect();
+    let mut lend = |read_only, rows| {
+        let (mut shape, mut strides) = (vec![rows, 2], vec![3, 1]);
+        let tensor = DlTensor {
+            data: data.as_mut_ptr().cast(),
+            device: DlDevice { device_type: 1, device_id: 0 },
+            ndim: 2,
+            dtype: DType::F32.into(),
+            shape: shape.as_mut_ptr(),
+            strides: strides.as_mut_ptr(),
+            byte_offset: 4,
+        };
+        // SAFETY: two rows of two lie inside `data`, which outlives the results; other numbers of rows are refused.
+        unsafe { Foreign::lent(tensor, read_only) }
+    };
+    let mut lent = lend(false, 2).unwrap();
+    assert_eq!(lent.place(), Place::Host);
+    assert_eq!(lent.view().unwrap().to_f32_vec().unwrap(), [1.0, 2.0, 4.0, 5.0]);
+    assert!(lent.view_mut().is_ok());
+    assert!(lend(true, 2).unwrap().view_mut().is_err());
+    assert!(lend(false, -1).is_err());
+}
+
+#[test]
 fn a_foreign_tensor_moves_between_threads() {
     let deleted = Arc::new(AtomicUsize::new(0));
     // SAFETY: `produce` makes a managed tensor whose memory and deleter know no thread.

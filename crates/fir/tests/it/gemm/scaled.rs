@@ -53,7 +53,7 @@ fn product(exec: &Exec, x: &Operand, w: &Operand, out: DType) -> Tensor {
 }
 
 /// Blocks of both sides: those that models use, and some that none does.
-const BLOCKS: [(Option<Block>, Option<Block>); 11] = [
+const BLOCKS: [(Option<Block>, Option<Block>); 13] = [
     (None, None),
     (None, Some(Block::TENSOR)),
     (Some(Block::TENSOR), Some(Block::TENSOR)),
@@ -65,6 +65,8 @@ const BLOCKS: [(Option<Block>, Option<Block>); 11] = [
     (None, Some(Block::GROUP)),
     (Some(Block { rows: 1, columns: 32 }), Some(Block { rows: 64, columns: 96 })),
     (Some(Block { rows: 1, columns: 256 }), Some(Block { rows: 128, columns: 64 })),
+    (Some(Block::ROW), Some(Block { rows: 64, columns: 192 })),
+    (Some(Block { rows: 1, columns: 512 }), Some(Block { rows: 48, columns: 256 })),
 ];
 
 #[test]
@@ -87,7 +89,7 @@ fn matches_reference_for_every_pair_of_blocks() {
 fn outputs_of_16_bits_match_reference_and_have_the_bits_of_few_rows() {
     let mut rng = Rng::new(10);
     for (i, (x_block, w_block)) in BLOCKS.into_iter().enumerate() {
-        for (m, n, k) in [(3, 40, 144), (40, 200, 1104), (150, 72, 784), (520, 70, 304)] {
+        for (m, n, k) in [(2, 70, 1104), (3, 40, 144), (40, 200, 1104), (150, 72, 784), (514, 70, 304)] {
             let to = FLOATS[1 + i % 2];
             let x = Operand::new(&mut rng, DType::E4M3, &[m, k], x_block);
             let w = Operand::new(&mut rng, DType::E4M3, &[n, k], w_block);

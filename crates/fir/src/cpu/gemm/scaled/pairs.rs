@@ -249,11 +249,13 @@ impl<W: Lane, O: Lane> Unit<'_, W, O> {
         let table = fp8::<W>().expect("weights are of fp8");
         let (k, len) = (self.w.row_len(), self.w.row_len().next_multiple_of(STEP));
         let steps = k / STEP / STEPS * STEPS;
-        let part = self.segment.map_or(steps, |s| s.min(STEPS));
-        // 64 numbers, two steps, fill a vector.
-        if !STEPS.is_multiple_of(part) && part != steps || !part.is_multiple_of(2) {
-            return 0;
-        }
+        // 64 numbers, two steps, fill a vector; and sums of parts end where those of packed stretches do.
+        let part = match self.segment {
+            None => steps,
+            Some(2) => 2,
+            Some(s) if s.is_multiple_of(STEPS) => STEPS,
+            Some(_) => return 0,
+        };
         let mut x = [&[][..]; R];
         for (i, x) in x.iter_mut().enumerate() {
             let row = &self.x[i * len..][..steps * STEP];
