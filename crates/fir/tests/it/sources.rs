@@ -19,7 +19,7 @@ const FENCE: &[&str] = &[
 
 /// Parts of the library that share a budget of lines, tests not counted. Raising one is a commit of its own.
 const BUDGETS: &[(&[&str], usize)] = &[
-    (&["tensor", "kv", "variant", "plan"], 7_400),
+    (&["tensor", "kv", "variant", "plan"], 7_450),
     (&["ops", "reference", "testing"], 9_700),
     (&["cpu"], 15_500),
     (&["cuda"], 9_950),
