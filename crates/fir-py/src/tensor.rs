@@ -502,26 +502,23 @@ pub(crate) fn exec_of(py: Python<'_>, tensor: &Arg) -> PyResult<Exec> {
             TORCH.import(py, "torch._C", "_cuda_getCurrentRawStream")?.call1((ordinal,))?.extract()?
         }
     };
-    let last = LAST.take().filter(|(at, _)| *at == (ordinal, handle));
-    let exec = match last {
-        Some((_, exec)) => exec,
-        None => {
-            let gpu = gpu(ordinal).map_err(to_py)?;
-            match gpu.stream() {
-                // SAFETY: the handle is the stream that the tensor's library works on, of the primary context; those libraries
-                // keep their streams for the life of the process. One that was destroyed by its maker is not touched again: what
-                // is kept in `LAST` is taken only when the library names that handle once more.
-                Some(own) => gpu.on_stream(&unsafe { own.foreign(handle) }).map(Exec::Cuda).map_err(to_py)?,
-                None => return Ok(Exec::Cuda(gpu)),
-            }
-        }
-    };
+    if let Some((at, exec)) = LAST.take().filter(|(at, _)| *at == (ordinal, handle)) {
+        LAST.set(Some((at, exec.clone())));
+        return Ok(exec);
+    }
+    let gpu = gpu(ordinal).map_err(to_py)?;
+    let Some(own) = gpu.stream() else { return Ok(Exec::Cuda(gpu)) };
+    // SAFETY: the stream that the tensor's library works on, of the primary context; such libraries keep theirs for the life of the
+    // process, and one that its maker destroyed is not used again: see `LAST`.
+    let stream = unsafe { own.foreign(handle) };
+    let exec = gpu.on_stream(&stream).map(Exec::Cuda).map_err(to_py)?;
     LAST.set(Some(((ordinal, handle), exec.clone())));
     Ok(exec)
 }
 
 thread_local! {
-    /// The executor of a device and a stream that a thread called last: most calls are on the same.
+    /// The executor of a device and a stream that a thread called last: most calls are on the same. Taken only when the tensor's
+    /// library names that stream once more.
     static LAST: Cell<Option<((u32, usize), Exec)>> = const { Cell::new(None) };
 }
 

@@ -396,6 +396,9 @@ impl Foreign {
     }
 
     /// Borrows it. Fails only if a [`BytesOwner`] now shows fewer bytes than when the value was made.
+    ///
+    /// What the caller of `from_dlpack…` or `lent` promised holds for the borrow: the bytes, which `check` saw not to wrap, are
+    /// initialised and readable while `self` lives, and others do not write them; nor does `self`, as `view_mut` needs `&mut self`.
     pub fn view(&self) -> Result<TensorRef<'_>> {
         if let Some(span) = self.span() {
             return TensorRef::from_span(span, self.dtype, self.layout);
@@ -403,9 +406,7 @@ impl Foreign {
         let bytes = match &self.owner {
             // A null or unaligned pointer to nothing is as good as any.
             _ if self.layout.is_empty() => bytemuck::cast_slice::<u64, u8>(&[]),
-            // SAFETY: `check` saw that these bytes do not wrap; the caller of `from_dlpack…` promised that they are
-            // initialised, readable until the guard in `self` is dropped, and not written while this borrow lives
-            // (not through `self` either, as `view_mut` needs `&mut self`).
+            // SAFETY: bytes that are initialised, readable and not written, as said above.
             Owner::Dlpack { start, .. } => unsafe {
                 std::slice::from_raw_parts(start.as_ptr(), self.layout.extent() * self.dtype.size())
             },
@@ -424,11 +425,10 @@ impl Foreign {
                 TensorMut::from_bytes(bytemuck::cast_slice_mut::<u64, u8>(&mut []), self.dtype, self.layout)
             }
             Owner::Dlpack { start, read_only: false, .. } => {
-                // SAFETY: as in `view`, and the caller of `from_dlpack…` promised that memory not flagged read-only
-                // may be written, and is not touched by others while this borrow lives; `&mut self` keeps other
-                // views of `self` away.
-                let bytes =
-                    unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), self.layout.extent() * self.dtype.size()) };
+                let len = self.layout.extent() * self.dtype.size();
+                // SAFETY: as in `view`; memory that is not read-only may be written, said the caller, and is not touched by others
+                // while this borrow lives. `&mut self` keeps other views of `self` away.
+                let bytes = unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), len) };
                 TensorMut::from_bytes(bytes, self.dtype, self.layout)
             }
             _ => Err(Error::value("Foreign::view_mut", "self", "read-only memory", "memory that may be written")),
