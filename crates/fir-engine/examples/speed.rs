@@ -1,8 +1,8 @@
 //! How fast a model's steps are: `cargo run --release -p fir-engine --example speed -- MODEL [CASE...]`.
 //!
 //! `ppN`: a prompt of N tokens in steps of 512; `tgN`: decode at a context of N; `tgNxB`: B sequences at once, tokens of all
-//! of them counted; `sharedNxB`: B sequences whose first N tokens are the same pages, read once, `apartNxB`: the same, read
-//! B times. The best of five runs; or with `-` for the cases, one run of each that a line of stdin names, tokens per
+//! of them counted, each with pages of its own; `sharedNxB`: B sequences whose first N tokens are the same pages, read once,
+//! `apartNxB`: the same, read B times. The best of five runs; or with `-` for the cases, one run of each that a line of stdin names, tokens per
 //! second by line: `cargo xtask bench-llama` asks it beside another program.
 
 use std::io::{BufRead, Write, stdin, stdout};
@@ -27,7 +27,7 @@ fn main() -> Result<()> {
     let start = Instant::now();
     let model = Model::load(&exec, Path::new(&path))?;
     eprintln!("{}: loaded in {:.2} s", model.config().name, start.elapsed().as_secs_f64());
-    let kv = KvCache::new(&model, 2304, PAGE, KvType::Bf16)?;
+    let kv = KvCache::new(&model, 4096, PAGE, KvType::Bf16)?;
     let runner = Runner::new(&model, Limits { max_tokens: CHUNK, max_seqs: 64, max_logits: 64 })?;
     let mut speed = Speed { exec, model, kv, runner };
     if cases == ["-"] {

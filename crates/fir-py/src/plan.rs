@@ -168,6 +168,8 @@ enum Where {
 struct Batch {
     plan: attention::BatchPlan,
     at: Where,
+    /// The table before, whose memory the next one takes: runs on other streams may still read the last one's.
+    spent: Option<Table>,
     scratch: Scratch,
     /// What graphs that recorded a run count on.
     recorded: Option<u64>,
@@ -196,7 +198,7 @@ impl BatchPlan {
     fn new(py: Python<'_>, shape: Shape, variant: &Variant, like: Arg, requests: usize, split: Cut) -> PyResult<Self> {
         let (exec, problem) = (exec_of(py, &like)?, shape.problem(variant));
         let plan = run(py, || attention::BatchPlan::with_capacity(&exec, problem.clone(), requests, split.0))?;
-        let batch = Batch { plan, at: Where::Nowhere, scratch: Scratch::default(), recorded: None };
+        let batch = Batch { plan, at: Where::Nowhere, spent: None, scratch: Scratch::default(), recorded: None };
         Ok(Self { problem, own: exec, batch: Mutex::new(batch) })
     }
 
@@ -219,13 +221,15 @@ impl BatchPlan {
         offsets: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
         let exec = exec_of(py, &like)?;
-        let what = if last_page { Lens::LastPage } else { Lens::Tokens };
-        let table = Table::new(&exec, page_size, &indptr, indices, &lens, what, offsets)?;
+        let (lens, spent) = (Lens::new(&lens, last_page), locked(&self.batch).spent.take());
+        let table = Table::new(&exec, page_size, &indptr, indices, lens, offsets, spent)?;
         let qo = queries(qo, table.get().batch())?;
         let mut batch = locked(&self.batch);
-        let Batch { plan, at, scratch, recorded } = &mut *batch;
+        let Batch { plan, at, spent, scratch, recorded } = &mut *batch;
         in_turn(&self.own, &exec, offsets.is_some(), || plan.refill(&qo, table.get().lens())).map_err(to_py)?;
-        *at = Where::Paged(table);
+        if let Where::Paged(before) = std::mem::replace(at, Where::Paged(table)) {
+            *spent = before.reusable();
+        }
         check_recorded(py, recorded, plan.recorded(scratch))
     }
 
@@ -238,7 +242,7 @@ impl BatchPlan {
         let qo = queries(qo, kv.batch())?;
         let now = graphs.as_ref().map(|like| exec_of(py, like)).transpose()?;
         let mut batch = locked(&self.batch);
-        let Batch { plan, at, scratch, recorded } = &mut *batch;
+        let Batch { plan, at, scratch, recorded, .. } = &mut *batch;
         in_turn(&self.own, now.as_ref().unwrap_or(&self.own), now.is_some(), || plan.refill(&qo, kv.lens()))
             .map_err(to_py)?;
         *at = Where::Ragged(kv);
@@ -271,7 +275,7 @@ impl BatchPlan {
         // Locked without the interpreter's lock: who waits for one must not hold the other.
         run(py, move || {
             let mut batch = locked(&self.batch);
-            let Batch { plan, at, scratch, recorded } = &mut *batch;
+            let Batch { plan, at, scratch, recorded, .. } = &mut *batch;
             let kv = match at {
                 Where::Ragged(indptr) => Kv::Ragged(cache.ragged(indptr)?),
                 Where::Paged(table) => Kv::Paged(cache.paged()?, table.get()),
@@ -399,7 +403,7 @@ fn level_tables(
     for (l, (rows, indptr, indices, last)) in given.iter().enumerate() {
         let offsets = offsets.and_then(|all| all.get(l));
         qo.push(ragged(rows, "qo_indptr")?);
-        tables.push(Table::new(exec, page_size, indptr, indices, last, Lens::LastPage, offsets)?);
+        tables.push(Table::new(exec, page_size, indptr, indices, Lens::LastPage(last), offsets, None)?);
     }
     Ok((qo, tables))
 }
@@ -449,7 +453,7 @@ impl Shared {
             // Other libraries than torch have other words for it.
             let copy = || indices.call_method0("cpu").ok();
             let Some(indices) = (if on_host { Some(indices.clone()) } else { copy() }) else { return Ok(None) };
-            tables.push(Table::new(&cpu, page_size, indptr, &indices, last, Lens::LastPage, None)?);
+            tables.push(Table::new(&cpu, page_size, indptr, &indices, Lens::LastPage(last), None, None)?);
         }
         let levels: Vec<_> = qo.iter().zip(&tables).map(|(qo, t)| (qo, t.get())).collect();
         let (Ok(mut table), Some(qo)) = (PageTable::joined(&levels), qo.last()) else { return Ok(None) };
@@ -576,6 +580,8 @@ struct Latent {
     plan: attention::MlaPlan,
     /// None before the first batch.
     table: Option<Table>,
+    /// As in [`Batch`].
+    spent: Option<Table>,
     scratch: Scratch,
     recorded: Option<u64>,
 }
@@ -598,7 +604,7 @@ impl MlaPlan {
         let problem =
             MlaProblem { heads, head_dim_ckv, head_dim_kpe, q_dtype: q, kv_dtype: kv, out_dtype: out, causal };
         let plan = run(py, || attention::MlaPlan::with_capacity(&own, problem, requests, split.0))?;
-        let state = Latent { plan, table: None, scratch: Scratch::default(), recorded: None };
+        let state = Latent { plan, table: None, spent: None, scratch: Scratch::default(), recorded: None };
         Ok(Self { own, state: Mutex::new(state) })
     }
 
@@ -618,13 +624,13 @@ impl MlaPlan {
         offsets: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
         let exec = exec_of(py, &like)?;
-        let what = if last_page { Lens::LastPage } else { Lens::Tokens };
-        let new = Table::new(&exec, page_size, &indptr, indices, &lens, what, offsets)?;
+        let (lens, spent) = (Lens::new(&lens, last_page), locked(&self.state).spent.take());
+        let new = Table::new(&exec, page_size, &indptr, indices, lens, offsets, spent)?;
         let qo = queries(qo, new.get().batch())?;
         let mut state = locked(&self.state);
-        let Latent { plan, table, scratch, recorded } = &mut *state;
+        let Latent { plan, table, spent, scratch, recorded } = &mut *state;
         in_turn(&self.own, &exec, offsets.is_some(), || plan.refill(&qo, new.get().lens())).map_err(to_py)?;
-        *table = Some(new);
+        *spent = table.replace(new).and_then(Table::reusable);
         check_recorded(py, recorded, plan.recorded(scratch))
     }
 
@@ -648,7 +654,7 @@ impl MlaPlan {
         let exec = prepare_run(py, &mut [&mut q_nope, &mut q_pe], &out, lse.as_ref())?;
         run(py, move || {
             let mut state = locked(&self.state);
-            let Latent { plan, table, scratch, recorded } = &mut *state;
+            let Latent { plan, table, scratch, recorded, .. } = &mut *state;
             let Some(table) = table.as_ref().map(Table::get) else {
                 return Err(Error::value("MlaPlan::run", "plan", "without a batch", "one that plan was called for"));
             };

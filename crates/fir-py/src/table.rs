@@ -39,10 +39,16 @@ impl Held {
 }
 
 /// What a table's lengths count: tokens of the last page, or of the request.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Lens {
-    LastPage,
-    Tokens,
+#[derive(Clone, Copy)]
+pub(crate) enum Lens<'a> {
+    LastPage(&'a Arg),
+    Tokens(&'a Arg),
+}
+
+impl<'a> Lens<'a> {
+    pub(crate) fn new(lens: &'a Arg, last_page: bool) -> Self {
+        if last_page { Self::LastPage(lens) } else { Self::Tokens(lens) }
+    }
 }
 
 impl Table {
@@ -50,37 +56,40 @@ impl Table {
         &self.table
     }
 
+    /// Itself, if it may be the `spent` of another: its memory is its own, not the caller's.
+    pub(crate) fn reusable(self) -> Option<Self> {
+        self._held.is_empty().then_some(self)
+    }
+
+    /// `spent`: a table of the same plan that no call reads any more, whose memory is taken if it will do.
     pub(crate) fn new(
         exec: &Exec,
         page_size: usize,
         indptr: &Arg,
         indices: &Bound<'_, PyAny>,
-        lens: &Arg,
-        what: Lens,
+        lens: Lens<'_>,
         offsets: Option<&Bound<'_, PyAny>>,
+        spent: Option<Self>,
     ) -> PyResult<Self> {
         let (indptr, ids) = (host_i32(indptr, "indptr")?, indices.extract::<Arg>()?);
-        let lens = host_i32(lens, if what == Lens::LastPage { "last_page_len" } else { "kv_len" })?;
+        let given = match lens {
+            Lens::LastPage(lens) => host_i32(lens, "last_page_len"),
+            Lens::Tokens(lens) => host_i32(lens, "kv_len"),
+        }?;
         if ids.place() == Place::Host {
             if offsets.is_some() && matches!(exec, Exec::Cuda(_)) {
                 let want = "a device, as the offsets are: graphs read both";
                 return Err(to_py(Error::place("plan", "indices", Place::Host, want)));
             }
             let ids = host_i32(&ids, "indices")?;
-            // The pool is not known before `run`, which sees that it has this many pages; unused slots may hold anything.
-            let tokens = tokens_of(&indptr, &lens, page_size, what);
-            let most = tokens.iter().zip(&*indptr).fold(-1, |most, (&n, &first)| {
-                let used = ids.get(first as usize..).unwrap_or(&[]);
-                largest(&used[..used.len().min(n.div_ceil(page_size.max(1)))], most)
-            });
-            let pages = usize::try_from(i64::from(most) + 1).unwrap_or(0);
-            let (indptr, ids) = (indptr.into_owned(), ids.into_owned());
-            let table = match what {
-                Lens::LastPage => PageTable::new(page_size, pages, indptr, ids, &lens),
-                Lens::Tokens => PageTable::with_lens(page_size, pages, indptr, ids, &lens),
+            // The pool is not known before `run`, which sees that it has as many pages.
+            let (pages, indptr, ids) = (PageTable::FEWEST, indptr.into_owned(), ids.into_owned());
+            let table = match lens {
+                Lens::LastPage(_) => PageTable::new(page_size, pages, indptr, ids, &given),
+                Lens::Tokens(_) => PageTable::with_lens(page_size, pages, indptr, ids, &given),
             };
             let table = match (table, exec) {
-                (Ok(table), Exec::Cuda(gpu)) => table.into_device(gpu),
+                (Ok(table), Exec::Cuda(gpu)) => table.into_device_over(gpu, spent.map(|spent| spent.table)),
                 (table, _) => table,
             };
             return Ok(Self { table: table.map_err(to_py)?, _held: vec![] });
@@ -89,9 +98,9 @@ impl Table {
             let (got, want) = (ids.place(), "host memory, as the tensors of the call");
             return Err(to_py(Error::place("plan", "indices", got, want)));
         };
-        let lens: Vec<i32> = match what {
-            Lens::Tokens => lens.into_owned(),
-            Lens::LastPage => tokens_of(&indptr, &lens, page_size, what).iter().map(|&n| n as i32).collect(),
+        let lens = match lens {
+            Lens::Tokens(_) => given,
+            Lens::LastPage(_) => tokens_of(&indptr, &given, page_size).into(),
         };
         // The kernels take ids past the pool for its last page, so one page is as good as any number.
         let (pages, ids) = (1, Held::new(indices, ids));
@@ -109,31 +118,11 @@ impl Table {
     }
 }
 
-/// The largest of `most` and the ids. For AVX2 too, as x86-64 alone has no maximum of integers: 6 of 32 µs of a plan with
-/// 32768 ids.
-fn largest(ids: &[i32], most: i32) -> i32 {
-    #[inline(always)]
-    fn of(ids: &[i32], most: i32) -> i32 {
-        ids.iter().fold(most, |most, &id| most.max(id))
-    }
-    #[cfg(target_arch = "x86_64")]
-    if is_x86_feature_detected!("avx2") {
-        #[target_feature(enable = "avx2")]
-        fn wide(ids: &[i32], most: i32) -> i32 {
-            of(ids, most)
-        }
-        // SAFETY: this CPU has AVX2.
-        return unsafe { wide(ids, most) };
-    }
-    of(ids, most)
-}
-
 /// Tokens of each request; 0 for what is wrong, which the table itself refuses.
-fn tokens_of(indptr: &[i32], lens: &[i32], page_size: usize, what: Lens) -> Vec<usize> {
-    let tokens = |(w, &n): (&[i32], &i32)| match (what, w[1] - w[0], usize::try_from(n)) {
-        (Lens::Tokens, _, Ok(n)) => n,
-        (Lens::LastPage, 1.., Ok(n)) => (w[1] - w[0] - 1) as usize * page_size + n,
+fn tokens_of(indptr: &[i32], last_page: &[i32], page_size: usize) -> Vec<i32> {
+    let tokens = |(w, &n): (&[i32], &i32)| match (w[1] - w[0], usize::try_from(n)) {
+        (pages @ 1.., Ok(n)) => ((pages - 1) as usize * page_size + n) as i32,
         _ => 0,
     };
-    indptr.windows(2).zip(lens).map(tokens).collect()
+    indptr.windows(2).zip(last_page).map(tokens).collect()
 }

@@ -109,10 +109,13 @@ def test_batch_decode_flags_and_scales(flags):
 
 def test_decode_replans_in_the_same_wrapper_and_by_deprecated_names():
     wrapper = fi.BatchDecodeWithPagedKVCacheWrapper(torch.empty(1))
-    for lens in ([3], [700, 2, 90], [1, 1]):
+    # Page ids on a device, then on the host, whose copies take the memory of the batch before the last.
+    batches = [[3], [700, 2, 90], [1, 1]]
+    for lens, host in [(lens, False) for lens in batches] + [(lens, True) for lens in batches * 2]:
         pages = Pages(lens, 8, 2, 32, torch.float32)
         q = torch.randn(len(lens), 4, 32)
-        wrapper.begin_forward(pages.indptr, pages.indices, pages.last, 4, 2, 32, 8, data_type="float32")
+        indices = pages.indices.cpu() if host else pages.indices
+        wrapper.begin_forward(pages.indptr, indices, pages.last, 4, 2, 32, 8, data_type="float32")
         out, lse = wrapper.forward_return_lse(q, pages.cache, window_left=6, logits_soft_cap=3.0)
         for r, n in enumerate(lens):
             want, want_lse = attention(q[r : r + 1], *pages.request(r), None, visible(1, n, window=6), 3.0)

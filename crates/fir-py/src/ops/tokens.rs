@@ -26,7 +26,8 @@ impl Target {
         let Ok((page_size, indptr, indices, last, batch_indices, positions)) = given.extract::<Given<'_>>() else {
             return given.extract().map(Self::Mapping);
         };
-        let table = Table::new(&exec_of(py, like)?, page_size, &indptr, &indices, &last, Lens::LastPage, None)?;
+        let lens = Lens::LastPage(&last);
+        let table = Table::new(&exec_of(py, like)?, page_size, &indptr, &indices, lens, None, None)?;
         Ok(Self::Tokens(table, batch_indices, positions))
     }
 

@@ -69,6 +69,9 @@ impl Eq for PageTable<'_> {}
 const OP: &str = "PageTable";
 
 impl<'a> PageTable<'a> {
+    /// As the number of a pool's pages: the fewest that the table needs, for a pool that is not known yet.
+    pub const FEWEST: usize = usize::MAX;
+
     /// From the number of tokens in each request's last page, which is `1..=page_size` (0 is taken as an empty page).
     ///
     /// * `indptr`: `[batch + 1]`, from 0, not decreasing
@@ -220,6 +223,15 @@ impl<'a> PageTable<'a> {
         Self { device: Some(device), ..self }
     }
 
+    /// The memory of its copy on a device, if nobody else has that copy.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn into_device_memory(self) -> Option<Tensor> {
+        match self.device?.indices {
+            Ints::Owned(all, ..) => Arc::into_inner(all),
+            Ints::Borrowed(_) => None,
+        }
+    }
+
     /// Its copy on a device.
     #[cfg(feature = "cuda")]
     pub(crate) fn device(&self) -> Option<&OnDevice<'a>> {
@@ -267,25 +279,27 @@ impl<'a> PageTable<'a> {
         indices: Cow<'a, [i32]>,
         lens: Vec<u32>,
     ) -> Result<Self> {
-        for (r, &len) in lens.iter().enumerate() {
-            let first = indptr[r] as usize;
-            let ids = &indices[first..][..(len as usize).div_ceil(page_size)];
-            // A negative id is a large one without its sign. The largest is found by vectors, and which one is wrong only
-            // afterwards: a batch of 32768 ids took 16 µs one by one.
-            if (ids.iter().fold(0, |most, &id| most.max(id as u32)) as usize) < num_pages.min(1 << 31) {
-                continue;
-            }
-            for (at, &page) in ids.iter().enumerate() {
-                if page < 0 || page as usize >= num_pages {
-                    return Err(Error::value(
-                        OP,
-                        "indices",
-                        format!("{page} at slot {} (page {at} of request {r})", first + at),
-                        format!("a page id from 0 to {}, as the pool has {num_pages} pages", num_pages as i64 - 1),
-                    ));
-                }
-            }
+        let used = |r: usize| indptr[r] as usize..indptr[r] as usize + lens[r].div_ceil(page_size as u32) as usize;
+        let (requests, slots) = (0..lens.len(), indptr[lens.len()] as usize);
+        let fewest = if requests.clone().map(|r| used(r).len()).sum::<usize>() == slots {
+            fewest(&indices[..slots])
+        } else {
+            requests.clone().map(|r| fewest(&indices[used(r)])).max().unwrap_or(0)
+        };
+        // Which one is wrong is looked for only now: a batch of 32768 ids took 16 µs one by one.
+        if fewest > num_pages.min(1 << 31) {
+            let wrong = |slot: &usize| indices[*slot] < 0 || indices[*slot] as usize >= num_pages;
+            let at = requests.clone().find_map(|r| used(r).find(wrong).map(|slot| (slot, r)));
+            let (slot, r) = at.expect("the largest id is one of them");
+            let want = match num_pages {
+                Self::FEWEST => "a page id, which is not negative".to_owned(),
+                n => format!("a page id from 0 to {}, as the pool has {n} pages", n as i64 - 1),
+            };
+            let page = slot - used(r).start;
+            let got = format!("{} at slot {slot} (page {page} of request {r})", indices[slot]);
+            return Err(Error::value(OP, "indices", got, want));
         }
+        let num_pages = if num_pages == Self::FEWEST { fewest } else { num_pages };
         Ok(Self {
             indptr,
             indices,
@@ -340,6 +354,11 @@ impl<'a> PageTable<'a> {
     }
 }
 
+/// Pages of the smallest pool that has these; over 2^31 if an id is negative, which without its sign is a large one.
+fn fewest(ids: &[i32]) -> usize {
+    ids.iter().map(|&id| id as u32).reduce(u32::max).map_or(0, |most| most as usize + 1)
+}
+
 fn check_batch(arg: &'static str, got: usize, indptr: &[i32]) -> Result<()> {
     if got + 1 != indptr.len() {
         return Err(Error::Dim { op: OP, arg, axis: "batch", got, first: "indptr", want: indptr.len() - 1 });
@@ -379,6 +398,16 @@ mod tests {
         assert_eq!((t.locate(0, 7), t.locate(1, 0), t.locate(9, 0)), (None, None, None));
         let hostile = PageTable::with_lens(4, 3, &[0, 3][..], &[1, -5, 99][..], &[4]).unwrap();
         assert_eq!(hostile.pages(0), [1]);
+        let fewest =
+            |ids: &'static [i32], lens: &[i32]| PageTable::with_lens(4, PageTable::FEWEST, &[0, 3][..], ids, lens);
+        assert_eq!(fewest(&[1, 6, 99], &[8]).map(|t| t.num_pages()), Ok(7));
+        assert_eq!(fewest(&[1, 6, 99], &[0]).map(|t| t.num_pages()), Ok(0));
+        assert_eq!(fewest(&[i32::MAX, 6, 99], &[9]).map(|t| t.num_pages()), Ok(1 << 31));
+        let negative = fewest(&[1, -6, 99], &[8]).unwrap_err().to_string();
+        assert!(
+            negative.contains("-6 at slot 1 (page 1 of request 0), expected a page id, which is not"),
+            "{negative}"
+        );
     }
 
     #[test]

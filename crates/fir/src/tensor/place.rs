@@ -30,7 +30,7 @@ pub(crate) struct Span {
 }
 
 /// Memory of a device that a tensor owns; dropped, it is freed.
-pub(crate) trait DeviceMemory: Send + Sync {
+pub(crate) trait DeviceMemory: std::any::Any + Send + Sync {
     /// All of it.
     fn span(&self) -> Span;
     /// A copy of it, on the same device.

@@ -212,6 +212,15 @@ impl Tensor {
         Ok(Self { owned: Owned::Device(memory), dtype, layout })
     }
 
+    /// Its memory, if it is a device's.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn into_device_memory(self) -> Option<Box<dyn DeviceMemory>> {
+        match self.owned {
+            Owned::Host(_) => None,
+            Owned::Device(memory) => Some(memory),
+        }
+    }
+
     /// Where its memory lies.
     pub fn place(&self) -> Place {
         self.view().place()

@@ -99,8 +99,18 @@ fn tables_on_a_device_are_followed() {
     let (batch_indices, positions, ids) = (ints(&BATCH), ints(&POSITIONS), ints(&INDICES).to_device(gpu).unwrap());
     let copied = table().to_device(gpu).unwrap();
     let alone = PageTable::on_device(gpu, PAGE_SIZE, 1, &INDPTR, ids.view(), &LENS).unwrap();
+    // In the memory of a larger table, of one that is too small, and of one that has a clone.
+    let other = |slots: i32| {
+        let ids: Vec<_> = (0..slots).rev().map(|i| i % PAGES as i32).collect();
+        PageTable::with_lens(PAGE_SIZE, PageTable::FEWEST, vec![0, slots], ids, &[slots])
+            .unwrap()
+            .to_device(gpu)
+            .unwrap()
+    };
+    let (shared, spent) = (other(900), |spent| table().into_device_over(gpu, Some(spent)).unwrap());
+    let over = [other(900), other(1), shared.clone()].map(spent);
     let mut rng = Rng::new(7);
-    for table in [&copied, &alone] {
+    for table in [&copied, &alone].into_iter().chain(&over) {
         let slots = Slots::Tokens { table, batch_indices: batch_indices.view(), positions: positions.view() };
         let x = rng.tensor(DType::BF16, &[9, 2, 16]);
         let before = pool(&mut rng, DType::BF16, KvLayout::Nhd, 2, 16);
