@@ -565,9 +565,12 @@ __global__ void __launch_bounds__(C::kThreads, kMinBlocks) decode(const __grid_c
   unsigned char* q_shared = shared + C::kQ;
   unsigned long long* turns = reinterpret_cast<unsigned long long*>(shared + C::kTurns);
 
-  start_next();
   DecodeLoader<C> loader(p, ring_address, desc);
-  int words = loader.load_words(blockIdx.x / p.team);  // of the item, as the loader has them; then of the next one
+  // Of the item, as the loader has them; then of the next one. The host wrote them before any kernel that may still run.
+  int words = loader.load_words(blockIdx.x / p.team);
+  // In this order: what runs beside this does not wait for the one before.
+  if (!p.beside) wait_for_previous();
+  start_next();
   loader.start(blockIdx.x / p.team);
   WorkItem w = item_of(words);
   int head = w.head_start + blockIdx.x % p.team;

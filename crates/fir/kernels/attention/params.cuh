@@ -28,7 +28,8 @@ struct AttentionParams {
   int group;
   /// Blocks that share a list of items (state.cuh).
   int team;
-  int pad;
+  /// Whether the kernel before it is of the same call and runs beside this one; else nothing is read before it has ended.
+  int beside;
   typename Variant::Params variant;
 };
 

@@ -248,6 +248,7 @@ __global__ void __launch_bounds__(C::kThreads, 1) mla_sm90(const __grid_constant
     tma_prefetch(&all.ckv), tma_prefetch(&all.kpe);
   }
   cluster_sync(kCluster);
+  wait_for_previous();
   start_next();
 
   UnitList unit(p.items, blockIdx.x / kCluster);

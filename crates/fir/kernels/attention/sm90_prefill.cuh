@@ -294,8 +294,9 @@ __global__ void __launch_bounds__(C::kThreads, 1) prefill_sm90(const __grid_cons
   extern __shared__ __align__(1024) unsigned char shared[];
   const Sm90Pipe<C> pipe{shared_address(shared)};
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
-  start_next();  // short tiles of the same call run beside this (decode.cuh)
   if (threadIdx.x == 0) pipe.init();
+  wait_for_previous();
+  start_next();  // short tiles of the same call run beside this (decode.cuh), and do not wait for the one before
   __syncthreads();
   if (group == 0) {
     fewer_registers<C::kFourth ? 32 : 40>();

@@ -1,9 +1,9 @@
 //! Every operator in a CUDA graph: what it does when it is replayed is what it does when it is called. Plans that are refilled
-//! in between are in `attention/graph.rs`.
+//! in between are in `attention/graph.rs`. And operators one after another, without a graph.
 
 use fir::attention::{
-    self, BlockMask, CascadeArgs, CascadeLevel, CascadePlan, MlaArgs, MlaPlan, MlaProblem, Problem, SparseArgs,
-    SparsePlan, Split,
+    self, BatchArgs, BatchPlan, BlockMask, CascadeArgs, CascadeLevel, CascadePlan, MlaArgs, MlaPlan, MlaProblem,
+    Problem, SparseArgs, SparsePlan, Split,
 };
 use fir::exec::{Gpu, Graph};
 use fir::gemm::{self, GroupedArgs};
@@ -284,5 +284,64 @@ fn attention_is_recorded() {
     d.check("merge_states", &[&d.zeros(DType::BF16, &[3, 4, 64]), &d.zeros(DType::F32, &[3, 4])], |outs| {
         let [a, b] = outs else { unreachable!() };
         attention::merge_states(exec, (o.view(), lse.view()), (a.view_mut(), b.view_mut()))
+    });
+}
+
+/// Kernels of attention let the next one start at once, and read nothing until the one before has ended: here each reads what that has
+/// written, and nobody else waits.
+#[test]
+fn attention_reads_what_the_kernel_before_it_has_written() {
+    let Some(d) = Device::new() else { return };
+    let (exec, params) = (&d.exec, Params::new());
+    let in_turn = |name: &str, shape: &[usize; 3], run: &mut dyn FnMut(&Tensor, &mut Tensor) -> Result<()>| {
+        let mut chain = |wait: bool| {
+            let mut all = vec![d.normals(DType::BF16, shape)];
+            all.extend((0..8).map(|_| d.zeros(DType::BF16, shape)));
+            for i in 0..8 {
+                let (before, after) = all.split_at_mut(i + 1);
+                run(&before[i], &mut after[0]).unwrap_or_else(|e| panic!("{name}: {e}"));
+                if wait {
+                    d.gpu.synchronize().unwrap();
+                }
+            }
+            all.iter().map(|out| Device::read(std::slice::from_ref(out))).collect::<Vec<_>>()
+        };
+        let want = chain(true);
+        assert_ne!(want[1], want[2], "{name}");
+        for round in 0..20 {
+            let got = chain(false);
+            assert!(got == want, "{name}: round {round}, call {:?}", got.iter().zip(&want).position(|(a, b)| a != b));
+        }
+    };
+    let pool = d.normals(DType::BF16, &[64, 16, 8, 128]);
+    let kv = PagedKv::new(pool.view(), pool.view(), KvLayout::Nhd).unwrap();
+    for (name, requests, tokens, len) in [("decodes", 256, 1, 64), ("a prompt", 1, 512, 512)] {
+        let qo = Ragged::from_lens(&vec![tokens; requests]).unwrap();
+        let pages = len as usize / 16;
+        let indptr: Vec<_> = (0..=requests).map(|r| (r * pages) as i32).collect();
+        let ids: Vec<_> = (0..requests * pages).map(|i| (i * 7 % 64) as i32).collect();
+        let table = PageTable::with_lens(16, 64, indptr, ids, &vec![len; requests]).unwrap().to_device(&d.gpu).unwrap();
+        let problem = Problem::new(32, 8, 128, DType::BF16, variant::causal());
+        let plan = BatchPlan::new(exec, problem, &qo, table.lens(), Split::Balanced).unwrap();
+        let mut scratch = plan.scratch();
+        in_turn(name, &[requests * tokens as usize, 32, 128], &mut |q, out| {
+            let (q, kv, scratch, out) = (q.view(), Kv::Paged(kv, &table), &mut scratch, out.view_mut());
+            plan.run(exec, BatchArgs { q, kv, params: &params, sm_scale: None, scratch, out, lse: None })
+        });
+    }
+    let (qo, lens) = (Ragged::from_lens(&[1; 64]).unwrap(), [128i32; 64]);
+    let ids: Vec<_> = (0..128).map(|i| i * 5 % 16).collect();
+    let table = PageTable::with_lens(64, 16, (0..=64).map(|r| 2 * r).collect::<Vec<_>>(), ids, &lens).unwrap();
+    let table = table.to_device(&d.gpu).unwrap();
+    let [q_dtype, kv_dtype, out_dtype] = [DType::BF16; 3];
+    let problem =
+        MlaProblem { heads: 16, head_dim_ckv: 512, head_dim_kpe: 64, q_dtype, kv_dtype, out_dtype, causal: true };
+    let plan = MlaPlan::new(exec, problem, &qo, table.lens(), Split::Balanced).unwrap();
+    let (ckv, kpe) = (d.normals(DType::BF16, &[16, 64, 512]), d.normals(DType::BF16, &[16, 64, 64]));
+    let (q_pe, mut scratch) = (d.normals(DType::BF16, &[64, 16, 64]), plan.scratch());
+    in_turn("latent", &[64, 16, 512], &mut |q_nope, out| {
+        let (q_nope, q_pe, kv) = (q_nope.view(), q_pe.view(), PagedMla::new(ckv.view(), kpe.view())?);
+        let (scratch, out) = (&mut scratch, out.view_mut());
+        plan.run(exec, MlaArgs { q_nope, q_pe, kv, table: &table, sm_scale: 0.1, scratch, out, lse: None })
     });
 }

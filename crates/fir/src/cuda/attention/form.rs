@@ -103,7 +103,7 @@ params! {
         sm_scale: f32,
         group: i32,
         team: i32,
-        pad: i32,
+        beside: i32,
     }
 }
 
