@@ -2,8 +2,8 @@
 //!
 //! `ppN`: a prompt of N tokens in steps of 512; `tgN`: decode at a context of N; `tgNxB`: B sequences at once, tokens of all
 //! of them counted, each with pages of its own; `sharedNxB`: B sequences whose first N tokens are the same pages, read once,
-//! `apartNxB`: the same, read B times. The best of five runs; or with `-` for the cases, one run of each that a line of stdin names, tokens per
-//! second by line: `cargo xtask bench-llama` asks it beside another program.
+//! `apartNxB`: the same, read B times. The best of five runs; or with `-` for the cases, one run of each that a line of
+//! stdin names, tokens per second by line: `cargo xtask bench-llama` asks it beside another program.
 
 use std::io::{BufRead, Write, stdin, stdout};
 use std::path::Path;

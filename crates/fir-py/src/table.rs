@@ -118,7 +118,7 @@ impl Table {
     }
 }
 
-/// Tokens of each request; 0 for what is wrong, which the table itself refuses.
+/// Tokens of each request; too many are refused by the table itself, and less than none in the last page are taken for no tokens.
 fn tokens_of(indptr: &[i32], last_page: &[i32], page_size: usize) -> Vec<i32> {
     let tokens = |(w, &n): (&[i32], &i32)| match (w[1] - w[0], usize::try_from(n)) {
         (pages @ 1.., Ok(n)) => ((pages - 1) as usize * page_size + n) as i32,

@@ -282,9 +282,9 @@ impl<'a> PageTable<'a> {
         let used = |r: usize| indptr[r] as usize..indptr[r] as usize + lens[r].div_ceil(page_size as u32) as usize;
         let (requests, slots) = (0..lens.len(), indptr[lens.len()] as usize);
         let fewest = if requests.clone().map(|r| used(r).len()).sum::<usize>() == slots {
-            fewest(&indices[..slots])
+            pool_for(&indices[..slots])
         } else {
-            requests.clone().map(|r| fewest(&indices[used(r)])).max().unwrap_or(0)
+            requests.clone().map(|r| pool_for(&indices[used(r)])).max().unwrap_or(0)
         };
         // Which one is wrong is looked for only now: a batch of 32768 ids took 16 µs one by one.
         if fewest > num_pages.min(1 << 31) {
@@ -355,7 +355,7 @@ impl<'a> PageTable<'a> {
 }
 
 /// Pages of the smallest pool that has these; over 2^31 if an id is negative, which without its sign is a large one.
-fn fewest(ids: &[i32]) -> usize {
+fn pool_for(ids: &[i32]) -> usize {
     ids.iter().map(|&id| id as u32).reduce(u32::max).map_or(0, |most| most as usize + 1)
 }
 

@@ -50,7 +50,8 @@ pub(crate) struct Grid {
     /// Blocks of a cluster; 1 for none. Needs sm_90.
     pub(crate) cluster: u32,
     /// Starts before the kernel ahead of it has ended (sm_90 on): the kernel must run `griddepcontrol.wait` in every
-    /// block before it touches memory.
+    /// block before it touches what kernels write; or in one before it ends, if it needs nothing of the kernel ahead and that one
+    /// has waited before it let this one start.
     pub(crate) early: bool,
 }
 
