@@ -44,7 +44,7 @@ pub(super) struct Attend {
     /// Rotated queries.
     q: Tensor,
     latent: Option<Latent>,
-    /// Outputs in f32 of sequences that share pages.
+    /// Outputs in f32 of latent attention of sequences that share pages.
     wide: Vec<f32>,
     /// `[tokens, heads * v]`
     pub(super) out: Tensor,
@@ -192,13 +192,9 @@ impl Attend {
         if !input.levels().is_empty() {
             let qo = input.levels().iter().map(Rows::qo).collect::<Result<Vec<_>>>()?;
             let levels: Vec<_> = input.levels().iter().zip(&qo).map(|(l, qo)| l.level(qo)).collect();
-            // Matrix units round weights to the type of the output, if that is bf16, which attention of few rows does not:
-            // in f32 a group's rows have the bits that they have alone.
-            let problem = Problem { out_dtype: DType::F32, ..problem(&self.variant) };
-            let plan = CascadePlan::new(exec, problem, &levels, SPLIT)?;
+            let plan = CascadePlan::new(exec, problem(&self.variant), &levels, SPLIT)?;
             let scratch = plan.scratch();
             self.shared = Some((plan, scratch));
-            self.wide.resize(self.wide.len().max(input.levels()[0].tokens * c.heads * c.head_dim), 0.0);
         }
         if input.plain.tokens > 0 {
             Flat::fill(&mut self.plain, exec, problem(&self.variant), &input.plain)?;
@@ -288,11 +284,8 @@ impl Attend {
         let shared = tables.shared;
         if let Some((plan, scratch)) = &mut self.shared {
             let kv: Vec<_> = tables.levels.iter().map(|t| Kv::Paged(pool, t)).collect();
-            let wide = &mut self.wide[..shared * c.heads * dim];
-            let out = TensorMut::new(wide, &[shared, c.heads, dim])?;
-            let q = q.slice(0, 0..shared)?;
+            let (q, out) = (q.slice(0, 0..shared)?, heads_mut(&mut self.out, shared, c.heads)?);
             plan.run(exec, CascadeArgs { q, kv: &kv, params: &params, sm_scale, scratch, out, lse: None })?;
-            narrow(&self.wide[..shared * c.heads * dim], &mut self.out)?;
         }
         let mut out = heads_mut(&mut self.out, n, c.heads)?;
         let mut flat = |part: &mut Option<Flat>, table: Option<&PageTable<'_>>, from: usize, params: &Params<'_>| {

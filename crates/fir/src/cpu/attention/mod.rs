@@ -35,6 +35,8 @@ pub(crate) use self::merge::{merge_levels, merge_state, merge_state_in_place, me
 use self::operand::Ahead;
 pub(crate) use self::operand::Operand;
 use self::tile::{Accumulate, Scores, TileRows};
+#[cfg(target_arch = "x86_64")]
+use super::arch::Amx;
 use super::exec::Cpu;
 use super::level::Level;
 use super::math;
@@ -43,7 +45,7 @@ use super::rows::narrow;
 use super::variant::{self as hooks, Registers};
 use super::vector::{Kernel, Vector};
 use crate::kv::{PageTable, Ragged};
-use crate::plan::{Item, Schedule, TILE_KV, Tile, Token};
+use crate::plan::{Item, Schedule, Split, TILE_KV, Tile, Token};
 use crate::tensor::{DType, bf16, f16};
 use crate::variant::{Block, Bound, RowCtx, RowProgram, Visible};
 
@@ -82,9 +84,7 @@ pub(crate) struct Launch<'a> {
     pub dim_vo: usize,
     /// Type of the output in the end.
     pub out: DType,
-    /// Whether few query rows may go through AMX tiles, which round weights to bf16. Not where bits are promised: a row of a
-    /// cascade, whose shared levels have many rows and an output of f32, has those that it has alone.
-    pub few_in_tiles: bool,
+    pub few_in_tiles: Few,
     /// Query heads per KV head.
     pub group: usize,
     pub shape: Shape,
@@ -92,6 +92,25 @@ pub(crate) struct Launch<'a> {
     pub index: Index<'a>,
     pub program: &'a RowProgram,
     pub bound: &'a Bound<'a>,
+}
+
+/// Which of the requests with few query rows go through AMX tiles, which round weights to bf16.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Few {
+    /// All: no bits are promised.
+    All,
+    /// Those of one token. A row has the bits that it has alone at the shared levels of a cascade, too, as up to 16 rows go
+    /// through the same tiles without touching each other.
+    Single,
+    /// None.
+    Never,
+}
+
+impl Few {
+    /// For plans that are cut this way.
+    pub(crate) fn of(split: Split) -> Self {
+        if split == Split::Balanced { Self::All } else { Self::Single }
+    }
 }
 
 /// Where finished rows go.
@@ -231,42 +250,97 @@ impl<'a, 'b> Worker<'a, 'b> {
             let tokens = item.q_len.max(launch.tokens[item.q_start as usize].q_len as u32) as usize;
             let rows = tokens * launch.group;
             if let Some(amx) = cpu.amx()
-                && rows <= if tokens == 1 { stream::MOST } else { DIRECT_ROWS }
-                && launch.few_in_tiles
                 && stream::suits(launch)
             {
-                for item in passes(item, MAX_ROWS / rows, launch.group) {
-                    let buffer = &mut **tile;
-                    let bad = amx.run(stream::StreamItem { launch, item: &item, buffer, partials, sink, regs });
-                    for item in
-                        passes(&item, 1, launch.group).filter(|one| bad >> (one.head_start - item.head_start) & 1 == 1)
-                    {
-                        cpu.run(RunItem { launch, item: &item, tile, partials, sink, regs, states });
+                match launch.few_in_tiles {
+                    Few::All if rows <= if tokens == 1 { stream::MOST } else { DIRECT_ROWS } => {
+                        return self.stream(cpu, amx, item);
                     }
+                    Few::Single if launch.group <= stream::MOST && tokens_of(launch, item).iter().any(is_single) => {
+                        return self.stream_single(cpu, amx, item);
+                    }
+                    _ => {}
                 }
-                return;
             }
             // Weights are rounded to bf16, where those of few rows are not. Not at a level of a cascade where bits are
             // promised: there it is the number of requests that makes the rows many.
-            if rows > DIRECT_ROWS && (launch.few_in_tiles || launch.kv_base.is_none()) {
-                if let Some(amx) = cpu.amx() {
-                    return amx.run(tiles::TileItem { launch, item, buffer: tile, partials, sink, regs, states });
-                }
-                if let Some(pairs) = cpu.pairs() {
-                    return pairs.run_pairs(tiles::TileItem {
-                        launch,
-                        item,
-                        buffer: tile,
-                        partials,
-                        sink,
-                        regs,
-                        states,
-                    });
+            if rows > DIRECT_ROWS && (launch.few_in_tiles == Few::All || launch.kv_base.is_none()) {
+                let tiles = tiles::TileItem { launch, item, buffer: tile, partials, sink, regs, states };
+                match (cpu.amx(), cpu.pairs()) {
+                    (Some(amx), _) => return amx.run(tiles),
+                    (_, Some(pairs)) => return pairs.run_pairs(tiles),
+                    _ => {}
                 }
             }
         }
         cpu.run(RunItem { launch, item, tile, partials, sink, regs, states });
     }
+
+    /// Few rows through tiles, as many heads at a time as there is room for. Where a number is not finite, a head's tokens go
+    /// one by one, so that no row depends on another's, and those with such a number without tiles.
+    #[cfg(target_arch = "x86_64")]
+    fn stream(&mut self, cpu: &Cpu, amx: Amx, item: &Item) {
+        let Self { launch, partials, sink, .. } = *self;
+        for item in passes(item, MAX_ROWS / (item.q_len as usize * launch.group), launch.group) {
+            let (buffer, regs) = (&mut *self.tile, &mut self.regs);
+            let bad = amx.run(stream::StreamItem { launch, item: &item, buffer, partials, sink, regs });
+            for head in (item.head_start..item.head_end).filter(|head| bad >> (head - item.head_start) & 1 == 1) {
+                for token in 0..item.q_len {
+                    let one = part(&item, head, token..token + 1, launch.group);
+                    if item.q_len > 1 {
+                        self.stream(cpu, amx, &one);
+                        continue;
+                    }
+                    let Self { tile, regs, states, .. } = self;
+                    cpu.run(RunItem { launch, item: &one, tile, partials, sink, regs, states });
+                }
+            }
+        }
+    }
+
+    /// An item with rows of requests of one token: those through tiles, up to 16 rows of a head at a time, the others not.
+    #[cfg(target_arch = "x86_64")]
+    fn stream_single(&mut self, cpu: &Cpu, amx: Amx, item: &Item) {
+        if item.q_len == 1 {
+            return self.stream(cpu, amx, item);
+        }
+        let Self { launch, partials, sink, .. } = *self;
+        for head in item.head_start..item.head_end {
+            let (mut rest, mut at) = (tokens_of(launch, item), 0);
+            while let Some(first) = rest.first() {
+                let most = if is_single(first) { stream::MOST / launch.group } else { rest.len() };
+                let n = rest.iter().take(most).take_while(|t| is_single(t) == is_single(first)).count();
+                let item = part(item, head, at..at + n as u32, launch.group);
+                if is_single(first) {
+                    self.stream(cpu, amx, &item);
+                } else {
+                    let Self { tile, regs, states, .. } = self;
+                    cpu.run(RunItem { launch, item: &item, tile, partials, sink, regs, states });
+                }
+                (rest, at) = (&rest[n..], at + n as u32);
+            }
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+fn tokens_of<'a>(launch: &Launch<'a>, item: &Item) -> &'a [Token] {
+    &launch.tokens[item.q_start as usize..][..item.q_len as usize]
+}
+
+/// Whether a token is its request's only one.
+#[cfg(target_arch = "x86_64")]
+fn is_single(token: &Token) -> bool {
+    token.q_len == 1
+}
+
+/// One head's part of an item, of some of its tokens.
+#[cfg(target_arch = "x86_64")]
+fn part(item: &Item, head: u32, tokens: Range<u32>, group: usize) -> Item {
+    let before = ((head - item.head_start) * item.q_len + tokens.start) * group as u32;
+    let partial = if item.partial == Item::WHOLE { Item::WHOLE } else { item.partial + before };
+    let (q_start, q_len) = (item.q_start + tokens.start, tokens.end - tokens.start);
+    Item { head_start: head, head_end: head + 1, q_start, q_len, partial, ..*item }
 }
 
 /// An item as several, of so many heads each.

@@ -1,7 +1,7 @@
 //! [`BatchPlan`]: prefill, decode and append in one plan; what the other plans are made of.
 
 use super::asked;
-use crate::cpu::attention::{self as kernel, Index, Launch, Operand, Out, Shape, Sink, Work};
+use crate::cpu::attention::{self as kernel, Few, Index, Launch, Operand, Out, Shape, Sink, Work};
 use crate::cpu::pool::{RowsMut, RowsOnce};
 #[cfg(feature = "cuda")]
 use crate::cuda::{self, attention as gpu_kernel};
@@ -670,7 +670,7 @@ impl BatchPlan {
             v: Some(inputs.v),
             v_scale: inputs.v_scale,
             dim_vo: p.head_dim_vo,
-            few_in_tiles: self.split == Split::Balanced,
+            few_in_tiles: Few::of(self.split),
             out: p.out_dtype,
             group: p.group(),
             shape: inputs.shape,

@@ -12,7 +12,7 @@ use super::batch::{
     Backend, MAX_TOKENS, check_batch, check_output, check_q, check_scale, check_split, check_table, output_sink,
     same_lens, split_scale,
 };
-use crate::cpu::attention::{self as kernel, Index, Launch, Operand, Shape, Work};
+use crate::cpu::attention::{self as kernel, Few, Index, Launch, Operand, Shape, Work};
 #[cfg(feature = "cuda")]
 use crate::cuda::attention as gpu_kernel;
 use crate::error::{Error, Result};
@@ -323,7 +323,8 @@ impl MlaPlan {
             v_scale: kv.ckv_scale,
             dim_vo: p.head_dim_ckv,
             out: p.out_dtype,
-            few_in_tiles: self.split == Split::Balanced,
+            // Levels of a cascade of latent attention are plans with outputs of f32.
+            few_in_tiles: if self.split == Split::Balanced { Few::All } else { Few::Never },
             group: p.heads,
             shape,
             kv_heads: 1,

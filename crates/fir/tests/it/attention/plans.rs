@@ -267,6 +267,77 @@ fn rows_of_bf16_have_their_bits_in_any_company() {
     }
 }
 
+/// What a serving engine's groups rest on: a cascade whose levels are the pieces that flat attention cuts has its bits, next to
+/// requests of two tokens and numbers that are not finite.
+#[test]
+fn a_cascade_of_pieces_has_the_bits_of_flat_attention() {
+    const PIECE: u32 = 64;
+    const PAGE: usize = 16;
+    for (group, dim) in [(1, 64), (3, 64), (4, 128), (8, 64)] {
+        let (requests, prefix, d) = (21usize, 3 * PIECE, DType::BF16);
+        // Of two tokens, eight heads are no longer few rows.
+        let q_lens: Vec<u32> = (0..requests).map(|r| 1 + u32::from(group < 8 && r % 9 == 4)).collect();
+        let own: Vec<u32> = (0..requests as u32).map(|r| 2 + r * 53 % 150).collect();
+        let pages_of = |len: u32| len.div_ceil(PAGE as u32);
+        let firsts: Vec<u32> =
+            own.iter().scan(pages_of(prefix), |at, &len| Some(std::mem::replace(at, *at + pages_of(len)))).collect();
+        let (pages, tokens) = (firsts[requests - 1] + pages_of(own[requests - 1]), q_lens.iter().sum::<u32>() as usize);
+        let mut rng = Rng::new(group as u64);
+        let mut wild = |shape: &[usize], at: &[(usize, f32)]| {
+            let mut x = rng.tensor(d, shape).view().to_f32_vec().unwrap();
+            at.iter().for_each(|&(i, value)| x[i] = value);
+            Tensor::from_slice(&x.iter().map(|&x| half::bf16::from_f32(x)).collect::<Vec<_>>(), shape).unwrap()
+        };
+        let (heads, page) = (2 * group, PAGE * 2 * dim);
+        let q = wild(&[tokens, heads, dim], &[(7 * heads * dim + 5, f32::NAN), (18 * heads * dim, f32::INFINITY)]);
+        let k = wild(&[pages as usize, PAGE, 2, dim], &[(firsts[11] as usize * page + 3, f32::NEG_INFINITY)]);
+        let v = wild(&[pages as usize, PAGE, 2, dim], &[(firsts[9] as usize * page + dim + 1, f32::INFINITY)]);
+        let pool = PagedKv::new(k.view(), v.view(), KvLayout::Nhd).unwrap();
+        let table = |stretches: &[Vec<(u32, u32)>]| {
+            let (mut indptr, mut indices, mut lens) = (vec![0i32], vec![], vec![]);
+            for stretches in stretches {
+                for &(first, len) in stretches {
+                    indices.extend((first..first + pages_of(len)).map(|p| p as i32));
+                }
+                indptr.push(indices.len() as i32);
+                lens.push(stretches.iter().map(|s| s.1 as i32).sum::<i32>());
+            }
+            PageTable::with_lens(PAGE, pages as usize, indptr, indices, &lens).unwrap()
+        };
+        let problem = Problem::new(heads, 2, dim, d, variant::causal());
+        let qo = Ragged::from_lens(&q_lens).unwrap();
+        let flat = table(&(0..requests).map(|r| vec![(0, prefix), (firsts[r], own[r])]).collect::<Vec<_>>());
+        let all = Ragged::from_lens(&[tokens as u32]).unwrap();
+        let mut levels: Vec<_> = (0..prefix / PIECE).map(|p| (&all, table(&[vec![(4 * p, PIECE)]]))).collect();
+        for piece in 0..own.iter().max().unwrap().div_ceil(PIECE) {
+            let len = |r: usize| own[r].saturating_sub(piece * PIECE).min(PIECE);
+            let stretch = |r: usize| vec![(firsts[r] + if len(r) > 0 { 4 * piece } else { 0 }, len(r))];
+            levels.push((&qo, table(&(0..requests).map(stretch).collect::<Vec<_>>())));
+        }
+        for level in fir::exec::Level::available() {
+            let (exec, params) = (&Exec::cpu_with(level, 3).unwrap(), &Params::new());
+            let plan = BatchPlan::new(exec, problem.clone(), &qo, flat.lens(), Split::Fixed(PIECE)).unwrap();
+            let (mut want, mut got) = (poisoned(d, &[tokens, heads, dim]), poisoned(d, &[tokens, heads, dim]));
+            let (kv, scratch, out) = (Kv::Paged(pool, &flat), &mut plan.scratch(), want.view_mut());
+            plan.run(exec, BatchArgs { q: q.view(), kv, params, sm_scale: None, scratch, out, lse: None }).unwrap();
+            let of: Vec<_> = levels.iter().map(|(qo, t)| CascadeLevel { qo, kv_lens: t.lens() }).collect();
+            let plan = CascadePlan::new(exec, problem.clone(), &of, Split::Fixed(PIECE)).unwrap();
+            let kv: Vec<_> = levels.iter().map(|(_, t)| Kv::Paged(pool, t)).collect();
+            let (kv, scratch, out) = (&kv[..], &mut plan.scratch()[..], got.view_mut());
+            plan.run(exec, CascadeArgs { q: q.view(), kv, params, sm_scale: None, scratch, out, lse: None }).unwrap();
+            let bits = |t: &Tensor| -> Vec<u16> {
+                let all = t.as_slice::<half::bf16>().unwrap().iter();
+                all.map(|x| if x.is_nan() { u16::MAX } else { x.to_bits() }).collect()
+            };
+            let (want, got) = (bits(&want), bits(&got));
+            let row = want.iter().zip(&got).position(|(a, b)| a != b).map(|at| at / dim);
+            assert_eq!(row, None, "{level} {group} heads of {dim}: first row that differs");
+            let finite = want.iter().filter(|&&x| x != u16::MAX).count();
+            assert!(finite > want.len() / 2 && finite < want.len(), "{finite} of {}", want.len());
+        }
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
     /// Of four requests and more: the naive errors of a few rows may all be small by luck.
