@@ -88,6 +88,22 @@ impl Avx512<true> {
         Self(())
     }
 
+    /// The columns of two rows side by side, as pairs: of each eight the first four, and the last four.
+    #[inline(always)]
+    pub(crate) fn interleave(self, a: __m512, b: __m512) -> [__m512; 2] {
+        with!(self, {
+            let (a, b) = (_mm512_castps_si512(a), _mm512_castps_si512(b));
+            [_mm512_castsi512_ps(_mm512_unpacklo_epi16(a, b)), _mm512_castsi512_ps(_mm512_unpackhi_epi16(a, b))]
+        })
+    }
+
+    /// Numbers rounded to bf16, those of `a` first, as pairs.
+    #[inline(always)]
+    pub(crate) fn rounded(self, a: __m512, b: __m512) -> __m512 {
+        // The same bits, as another type.
+        with!(self, std::mem::transmute::<__m512bh, __m512>(_mm512_cvtne2ps_pbh(b, a)))
+    }
+
     /// Runs `kernel` compiled for this level.
     pub(crate) fn run_pairs<K: PairKernel>(self, kernel: K) -> K::Out {
         #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vbmi")]

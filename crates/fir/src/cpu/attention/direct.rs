@@ -17,7 +17,7 @@ use crate::cpu::vector::{Kernel, Lane, Vector};
 use crate::plan::TILE_KV;
 
 /// Tokens whose rows are read side by side.
-const STREAMS: usize = 4;
+pub(super) const STREAMS: usize = 4;
 
 /// Which rows a pass over a tile reads.
 #[derive(Clone, Copy)]
@@ -31,25 +31,43 @@ pub(super) struct Stretch<'a> {
     pub per_head: usize,
 }
 
+/// What the lanes of a vector are loaded from.
+pub(super) trait Load: Copy {
+    fn load<V: Vector>(v: V, x: &[Self]) -> V::F;
+}
+
+impl<T: Lane> Load for T {
+    #[inline(always)]
+    fn load<V: Vector>(v: V, x: &[Self]) -> V::F {
+        Lane::load(v, x)
+    }
+}
+
 /// Rows of a tile, with the order to take them in.
 pub(super) struct Rows<'a, T> {
     data: &'a [T],
     /// Where the first head's row of each token starts: of this tile's, then of the next one's.
     at: [usize; 2 * TILE_KV],
-    len: usize,
-    heads: usize,
+    pub len: usize,
+    pub heads: usize,
     head_stride: usize,
-    dim: usize,
+    pub dim: usize,
     /// Tokens that lie in a page, or all of a quarter of the tile, a power of two: a block is [`STREAMS`] times as many.
-    spacing: usize,
+    pub spacing: usize,
     /// Whether heads are taken within tokens, as they lie, and not tokens within heads.
-    by_token: bool,
+    pub by_token: bool,
 }
 
-impl<'a, T: Lane> Rows<'a, T> {
+impl<'a, T: Load> Rows<'a, T> {
     #[inline(always)]
     pub(super) fn new(operand: &Operand<'_>, data: &'a [T], tile: Stretch<'_>) -> Self {
-        let ([s, t, u], (first, heads)) = (operand.strides(), tile.heads);
+        Self::of(operand, data, 1, tile)
+    }
+
+    /// Rows of a `T` for every `each` numbers of the operand.
+    #[inline(always)]
+    pub(super) fn of(operand: &Operand<'_>, data: &'a [T], each: usize, tile: Stretch<'_>) -> Self {
+        let ([s, t, u], (first, heads)) = (operand.strides().map(|s| s / each), tile.heads);
         let most = TILE_KV / STREAMS;
         let by_token = u < t && tile.per_head <= 4;
         let spacing = if by_token { (4096 / (t * size_of::<T>()).max(1)).clamp(1, most) } else { most };
@@ -59,7 +77,7 @@ impl<'a, T: Lane> Rows<'a, T> {
             len: tile.at.len(),
             heads,
             head_stride: u,
-            dim: operand.dim(),
+            dim: operand.dim() / each,
             spacing: 1 << spacing.ilog2(),
             by_token,
         };
@@ -71,7 +89,7 @@ impl<'a, T: Lane> Rows<'a, T> {
     }
 
     #[inline(always)]
-    fn row(&self, token: usize, head: usize) -> &'a [T] {
+    pub(super) fn row(&self, token: usize, head: usize) -> &'a [T] {
         &self.data[self.at[token] + head * self.head_stride..][..self.dim]
     }
 
@@ -92,6 +110,17 @@ impl<'a, T: Lane> Rows<'a, T> {
             c += 64 / size_of::<T>();
         }
     }
+
+    /// Asks for as many rows as the `i`-th four of a head's part of a block are, in the order they lie in.
+    #[inline(always)]
+    pub(super) fn prefetch_share<V: Vector>(&self, v: V, block: usize, i: usize, head: usize) {
+        if self.by_token {
+            let (i, heads) = ((head * self.spacing + i) as u32, self.heads as u32);
+            self.prefetch(v, block, (i / heads) as usize, (i % heads) as usize);
+        } else {
+            self.prefetch(v, block, i, head);
+        }
+    }
 }
 
 /// `s[h, r, j] = q[h, r] · k[h, j]` for the heads `h` of a pass, the query rows `r` of each and the tile's tokens `j`:
@@ -102,7 +131,7 @@ pub(super) struct Scores<'a, T> {
     pub s: &'a mut [f32],
 }
 
-impl<T: Lane> Kernel for Scores<'_, T> {
+impl<T: Load> Kernel for Scores<'_, T> {
     type Out = ();
     #[inline(always)]
     fn run<V: Vector>(self, v: V) {
@@ -126,7 +155,7 @@ impl<T: Lane> Kernel for Scores<'_, T> {
 
 /// The scores of one head with the tokens `token`, `token + spacing`, and so on, four of them.
 #[inline(always)]
-fn scores_of_head<V: Vector, T: Lane>(v: V, q: &[f32], k: &Rows<'_, T>, s: &mut [f32], token: usize, head: usize) {
+fn scores_of_head<V: Vector, T: Load>(v: V, q: &[f32], k: &Rows<'_, T>, s: &mut [f32], token: usize, head: usize) {
     let per_head = s.len() / TILE_KV / k.heads;
     let mut r = head * per_head;
     let end = r + per_head;
@@ -151,7 +180,7 @@ fn scores_of_head<V: Vector, T: Lane>(v: V, q: &[f32], k: &Rows<'_, T>, s: &mut 
 }
 
 #[inline(always)]
-fn scores_block<V: Vector, T: Lane, const R: usize>(
+fn scores_block<V: Vector, T: Load, const R: usize>(
     v: V,
     q: &[f32],
     k: &Rows<'_, T>,
@@ -204,7 +233,7 @@ pub(super) struct Accumulate<'a, T> {
     pub o: &'a mut [f32],
 }
 
-impl<T: Lane> Kernel for Accumulate<'_, T> {
+impl<T: Load> Kernel for Accumulate<'_, T> {
     type Out = ();
     #[inline(always)]
     fn run<V: Vector>(self, v: V) {
@@ -225,7 +254,7 @@ impl<T: Lane> Kernel for Accumulate<'_, T> {
 
 /// One head's part of a block; asks for as many rows on the way.
 #[inline(always)]
-fn accumulate_head<V: Vector, T: Lane>(
+fn accumulate_head<V: Vector, T: Load>(
     v: V,
     p: &[f32],
     x: &Rows<'_, T>,
@@ -260,7 +289,7 @@ fn accumulate_head<V: Vector, T: Lane>(
 }
 
 #[inline(always)]
-fn accumulate_rows<V: Vector, T: Lane, const R: usize, const C: usize>(
+fn accumulate_rows<V: Vector, T: Load, const R: usize, const C: usize>(
     v: V,
     p: &[f32],
     x: &Rows<'_, T>,
@@ -287,7 +316,7 @@ fn accumulate_rows<V: Vector, T: Lane, const R: usize, const C: usize>(
 
 #[expect(clippy::too_many_arguments, reason = "three call sites; a struct would be built per block")]
 #[inline(always)]
-fn accumulate_block<V: Vector, T: Lane, const R: usize, const C: usize>(
+fn accumulate_block<V: Vector, T: Load, const R: usize, const C: usize>(
     v: V,
     p: &[f32],
     x: &Rows<'_, T>,
@@ -309,14 +338,7 @@ fn accumulate_block<V: Vector, T: Lane, const R: usize, const C: usize>(
     while j < tokens.end {
         let step = j - tokens.start;
         if first && step.is_multiple_of(STREAMS) {
-            // As many rows as this head's part has, in the order they lie in.
-            let i = step / STREAMS;
-            if x.by_token {
-                let (i, heads) = ((head * x.spacing + i) as u32, x.heads as u32);
-                x.prefetch(v, tokens.start, (i / heads) as usize, (i % heads) as usize);
-            } else {
-                x.prefetch(v, tokens.start, i, head);
-            }
+            x.prefetch_share(v, tokens.start, step / STREAMS, head);
         }
         let row = &x.row(j, head)[c..][..C * V::LANES];
         let mut xv = [v.splat(0.0); C];

@@ -13,6 +13,8 @@
 //! goes further.
 
 mod direct;
+#[cfg(target_arch = "x86_64")]
+mod dots;
 mod merge;
 mod operand;
 #[cfg(target_arch = "x86_64")]
@@ -36,7 +38,7 @@ use self::operand::Ahead;
 pub(crate) use self::operand::Operand;
 use self::tile::{Accumulate, Scores, TileRows};
 #[cfg(target_arch = "x86_64")]
-use super::arch::Amx;
+use super::arch::{Amx, Avx512};
 use super::exec::Cpu;
 use super::level::Level;
 use super::math;
@@ -84,7 +86,7 @@ pub(crate) struct Launch<'a> {
     pub dim_vo: usize,
     /// Type of the output in the end.
     pub out: DType,
-    pub few_in_tiles: Few,
+    pub few: Few,
     /// Query heads per KV head.
     pub group: usize,
     pub shape: Shape,
@@ -94,13 +96,13 @@ pub(crate) struct Launch<'a> {
     pub bound: &'a Bound<'a>,
 }
 
-/// Which of the requests with few query rows go through AMX tiles, which round weights to bf16.
+/// Which of the requests with few query rows go through AMX tiles or sums of pairs, for which weights are rounded to bf16.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Few {
     /// All: no bits are promised.
     All,
-    /// Those of one token. A row has the bits that it has alone at the shared levels of a cascade, too, as up to 16 rows go
-    /// through the same tiles without touching each other.
+    /// Those of one token. A row has the bits that it has alone at the shared levels of a cascade, too, as rows go through
+    /// the same tiles or sums without touching each other.
     Single,
     /// None.
     Never,
@@ -249,22 +251,20 @@ impl<'a, 'b> Worker<'a, 'b> {
         if tiles::suits(launch) {
             let tokens = item.q_len.max(launch.tokens[item.q_start as usize].q_len as u32) as usize;
             let rows = tokens * launch.group;
-            if let Some(amx) = cpu.amx()
-                && stream::suits(launch)
-            {
-                match launch.few_in_tiles {
+            if let Some(road) = Road::new(cpu, launch) {
+                match launch.few {
                     Few::All if rows <= if tokens == 1 { stream::MOST } else { DIRECT_ROWS } => {
-                        return self.stream(cpu, amx, item);
+                        return self.few(cpu, road, item);
                     }
                     Few::Single if launch.group <= stream::MOST && tokens_of(launch, item).iter().any(is_single) => {
-                        return self.stream_single(cpu, amx, item);
+                        return self.single(cpu, road, item);
                     }
                     _ => {}
                 }
             }
-            // Weights are rounded to bf16, where those of few rows are not. Not at a level of a cascade where bits are
-            // promised: there it is the number of requests that makes the rows many.
-            if rows > DIRECT_ROWS && (launch.few_in_tiles == Few::All || launch.kv_base.is_none()) {
+            // Weights are rounded to bf16, which those of few rows are not on every road. Not at a level of a cascade where
+            // bits are promised: there it is the number of requests that makes the rows many.
+            if rows > DIRECT_ROWS && (launch.few == Few::All || launch.kv_base.is_none()) {
                 let tiles = tiles::TileItem { launch, item, buffer: tile, partials, sink, regs, states };
                 match (cpu.amx(), cpu.pairs()) {
                     (Some(amx), _) => return amx.run(tiles),
@@ -276,11 +276,24 @@ impl<'a, 'b> Worker<'a, 'b> {
         cpu.run(RunItem { launch, item, tile, partials, sink, regs, states });
     }
 
-    /// Few rows through tiles, as many heads at a time as there is room for. Where a number is not finite, a head's tokens go
-    /// one by one, so that no row depends on another's, and those with such a number without tiles.
+    /// Few rows through tiles, as many heads at a time as there is room for, or pairs. Where a number is not finite, tokens of a
+    /// head go without, one by one, so that no row depends on another's.
     #[cfg(target_arch = "x86_64")]
-    fn stream(&mut self, cpu: &Cpu, amx: Amx, item: &Item) {
+    fn few(&mut self, cpu: &Cpu, road: Road, item: &Item) {
         let Self { launch, partials, sink, .. } = *self;
+        let amx = match road {
+            Road::Tiles(amx) => amx,
+            Road::Pairs(pairs) => {
+                let Self { tile: buffer, regs, states, .. } = self;
+                let dots = dots::DotsItem(tiles::TileItem { launch, item, buffer, partials, sink, regs, states });
+                for [head, token] in pairs.run_pairs(dots) {
+                    let one = part(item, head, token..token + 1, launch.group);
+                    let Self { tile, regs, states, .. } = self;
+                    cpu.run(RunItem { launch, item: &one, tile, partials, sink, regs, states });
+                }
+                return;
+            }
+        };
         for item in passes(item, MAX_ROWS / (item.q_len as usize * launch.group), launch.group) {
             let (buffer, regs) = (&mut *self.tile, &mut self.regs);
             let bad = amx.run(stream::StreamItem { launch, item: &item, buffer, partials, sink, regs });
@@ -288,7 +301,7 @@ impl<'a, 'b> Worker<'a, 'b> {
                 for token in 0..item.q_len {
                     let one = part(&item, head, token..token + 1, launch.group);
                     if item.q_len > 1 {
-                        self.stream(cpu, amx, &one);
+                        self.few(cpu, road, &one);
                         continue;
                     }
                     let Self { tile, regs, states, .. } = self;
@@ -298,27 +311,51 @@ impl<'a, 'b> Worker<'a, 'b> {
         }
     }
 
-    /// An item with rows of requests of one token: those through tiles, up to 16 rows of a head at a time, the others not.
+    /// An item with rows of requests of one token: those through tiles, up to 16 rows of a head at a time, or pairs, the others
+    /// not.
     #[cfg(target_arch = "x86_64")]
-    fn stream_single(&mut self, cpu: &Cpu, amx: Amx, item: &Item) {
-        if item.q_len == 1 {
-            return self.stream(cpu, amx, item);
-        }
+    fn single(&mut self, cpu: &Cpu, road: Road, item: &Item) {
         let Self { launch, partials, sink, .. } = *self;
+        let at_once = match road {
+            Road::Tiles(_) => stream::MOST / launch.group,
+            Road::Pairs(_) => usize::MAX,
+        };
+        if item.q_len == 1 || matches!(road, Road::Pairs(_)) && tokens_of(launch, item).iter().all(is_single) {
+            return self.few(cpu, road, item);
+        }
         for head in item.head_start..item.head_end {
             let (mut rest, mut at) = (tokens_of(launch, item), 0);
             while let Some(first) = rest.first() {
-                let most = if is_single(first) { stream::MOST / launch.group } else { rest.len() };
+                let most = if is_single(first) { at_once } else { rest.len() };
                 let n = rest.iter().take(most).take_while(|t| is_single(t) == is_single(first)).count();
                 let item = part(item, head, at..at + n as u32, launch.group);
                 if is_single(first) {
-                    self.stream(cpu, amx, &item);
+                    self.few(cpu, road, &item);
                 } else {
                     let Self { tile, regs, states, .. } = self;
                     cpu.run(RunItem { launch, item: &item, tile, partials, sink, regs, states });
                 }
                 (rest, at) = (&rest[n..], at + n as u32);
             }
+        }
+    }
+}
+
+/// What few rows of bf16 go through.
+#[cfg(target_arch = "x86_64")]
+#[derive(Clone, Copy)]
+enum Road {
+    Tiles(Amx),
+    Pairs(Avx512<true>),
+}
+
+#[cfg(target_arch = "x86_64")]
+impl Road {
+    fn new(cpu: &Cpu, launch: &Launch<'_>) -> Option<Self> {
+        match (cpu.amx(), cpu.pairs()) {
+            (Some(amx), _) => stream::suits(launch).then_some(Self::Tiles(amx)),
+            (_, Some(pairs)) => dots::suits(launch).then_some(Self::Pairs(pairs)),
+            _ => None,
         }
     }
 }

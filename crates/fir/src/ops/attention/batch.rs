@@ -670,7 +670,7 @@ impl BatchPlan {
             v: Some(inputs.v),
             v_scale: inputs.v_scale,
             dim_vo: p.head_dim_vo,
-            few_in_tiles: Few::of(self.split),
+            few: Few::of(self.split),
             out: p.out_dtype,
             group: p.group(),
             shape: inputs.shape,

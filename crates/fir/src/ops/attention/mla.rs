@@ -324,7 +324,7 @@ impl MlaPlan {
             dim_vo: p.head_dim_ckv,
             out: p.out_dtype,
             // Levels of a cascade of latent attention are plans with outputs of f32.
-            few_in_tiles: if self.split == Split::Balanced { Few::All } else { Few::Never },
+            few: if self.split == Split::Balanced { Few::All } else { Few::Never },
             group: p.heads,
             shape,
             kv_heads: 1,
