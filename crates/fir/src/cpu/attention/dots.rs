@@ -2,19 +2,21 @@
 //!
 //! What [`super::stream`] does where there are tiles. Scores are the products of [`super::direct`] on rows of pairs; of two
 //! rows of values the columns are put side by side, so that a pair of weights meets them. Against f32 that leaves out what
-//! widens rows, and half of the products: a decode of 4 query heads to a KV head took 100 cycles of a Zen 4 for the 512
-//! bytes of a token's head, as long as the memory does.
+//! widens rows, and half of the products: decodes of a Zen 4 became 1.06 to 1.5 times as fast (docs/bench/cpu.md), the
+//! more the less they wait for memory.
 //!
 //! A row's sums have one order whatever rows are beside it, so in a cascade it has the bits that it has alone.
 
 use super::direct::{Load, Rows, STREAMS, Scores, Stretch};
 use super::tiles::TileItem;
-use super::{At, Launch, MAX_ROWS, Operand, block_of, ctx_of, end_row, locate, row_ctx, start_state, weigh};
+use super::{
+    At, Launch, MAX_ROWS, Operand, block_of, ctx_of, end_row, locate, row_ctx, see, start_state, tokens_of, weigh,
+};
 use crate::cpu::arch::{Avx512, PairKernel};
 use crate::cpu::vector::{Kernel as _, Vector};
 use crate::plan::TILE_KV;
 use crate::tensor::bf16;
-use crate::variant::{Block, Visible};
+use crate::variant::Visible;
 
 const LANES: usize = 16;
 /// Columns that are put side by side at a time.
@@ -62,9 +64,7 @@ impl PairKernel for DotsItem<'_, '_> {
         let (o, rest) = rest.split_at_mut(rows * dv);
         let (s, wide) = rest.split_at_mut(rows * TILE_KV);
         let (mut at, mut ahead) = ([[0usize; 2]; TILE_KV], [[0usize; 2]; TILE_KV]);
-        let program = launch.program;
-        let tokens_of_item = &launch.tokens[item.q_start as usize..][..tokens];
-        let block = block_of(tokens_of_item, item.head_start..item.head_end, group);
+        let block = block_of(tokens_of(launch, item), item.head_start..item.head_end, group);
         let mut bad = Vec::new();
 
         let mut head_start = item.head_start;
@@ -95,11 +95,7 @@ impl PairKernel for DotsItem<'_, '_> {
                 }
                 let n_ahead = (item.kv_end - next).min(TILE_KV as u32) as usize;
                 let kv_pos = launch.kv_base.map_or(0, |b| b[item.request as usize]) + pos as i32;
-                let visible = if program.has_mask() {
-                    program.block(Some(launch.bound), &Block { kv_pos: (kv_pos, kv_pos + n as i32 - 1), ..block })
-                } else {
-                    Visible::All
-                };
+                let visible = see(launch, &block, kv_pos, n);
                 if visible != Visible::None {
                     let (here, next) = (&at[..n], &ahead[..n_ahead]);
                     let tile = Stretch { at: here, ahead: next, heads: (heads.start as usize, heads.len()), per_head };

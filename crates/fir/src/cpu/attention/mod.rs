@@ -360,11 +360,6 @@ impl Road {
     }
 }
 
-#[cfg(target_arch = "x86_64")]
-fn tokens_of<'a>(launch: &Launch<'a>, item: &Item) -> &'a [Token] {
-    &launch.tokens[item.q_start as usize..][..item.q_len as usize]
-}
-
 /// Whether a token is its request's only one.
 #[cfg(target_arch = "x86_64")]
 fn is_single(token: &Token) -> bool {
@@ -429,8 +424,7 @@ impl Kernel for RunItem<'_, '_> {
             && launch.v.is_some_and(|v| v.is_direct())
             && !program.has_key()
             && !program.has_value();
-        let tokens_of_item = &launch.tokens[item.q_start as usize..][..tokens];
-        let block = block_of(tokens_of_item, item.head_start..item.head_end, group);
+        let block = block_of(tokens_of(launch, item), item.head_start..item.head_end, group);
 
         let mut head_start = item.head_start;
         while head_start < item.head_end {
@@ -461,11 +455,7 @@ impl Kernel for RunItem<'_, '_> {
                 }
                 let n_ahead = (item.kv_end - next).min(TILE_KV as u32) as usize;
                 let kv_pos = launch.kv_base.map_or(0, |b| b[item.request as usize]) + pos as i32;
-                let visible = if program.has_mask() {
-                    program.block(Some(launch.bound), &Block { kv_pos: (kv_pos, kv_pos + n as i32 - 1), ..block })
-                } else {
-                    Visible::All
-                };
+                let visible = see(launch, &block, kv_pos, n);
                 let tile = At { kv_pos, n, masked: visible == Visible::Some };
                 if let (true, Visible::All, [keys], Some(values)) = (direct, visible, launch.k, &launch.v) {
                     let (here, next) = (&at[..n], &ahead[..n_ahead]);
@@ -613,6 +603,19 @@ fn row_ctx(launch: &Launch<'_>, item: &Item, head: u32, row: usize) -> RowCtx {
 fn ctx_of(launch: &Launch<'_>, token: usize, qo_head: usize) -> RowCtx {
     let Token { batch, q_idx, q_len, kv_len } = launch.tokens[token];
     RowCtx { batch, q_idx, q_len, kv_len, qo_head: qo_head as i32, kv_head: (qo_head / launch.group) as i32 }
+}
+
+fn tokens_of<'a>(launch: &Launch<'a>, item: &Item) -> &'a [Token] {
+    &launch.tokens[item.q_start as usize..][..item.q_len as usize]
+}
+
+/// What a block of queries sees of `n` positions from `kv_pos` on.
+#[inline(always)]
+fn see(launch: &Launch<'_>, block: &Block, kv_pos: i32, n: usize) -> Visible {
+    if !launch.program.has_mask() {
+        return Visible::All;
+    }
+    launch.program.block(Some(launch.bound), &Block { kv_pos: (kv_pos, kv_pos + n as i32 - 1), ..*block })
 }
 
 /// Bounds of everything a mask may ask of these tokens and KV heads; `kv_pos` is the tile's to fill in.

@@ -4,10 +4,10 @@
 //! instruction: for every span of KV positions and head, strips of query rows take their scores, turn them into weights
 //! rounded to bf16, and add the weighted values. A vector of sums is 16 positions, or 16 columns of the output.
 
-use super::tiles::{Buffers, STRIP, TileItem, pack, see};
+use super::tiles::{Buffers, STRIP, TileItem, pack};
 use super::{
-    At, Item, Launch, Operand, Registers, State, ask_row, block_of, ctx_of, end_row, locate, row_ctx, start_state,
-    weigh,
+    At, Item, Launch, Operand, Registers, State, ask_row, block_of, ctx_of, end_row, locate, row_ctx, see, start_state,
+    tokens_of, weigh,
 };
 use crate::cpu::arch::{Avx512, PairKernel};
 use crate::cpu::rows::narrow;
@@ -30,7 +30,7 @@ impl PairKernel for TileItem<'_, '_> {
         let per_head = item.q_len as usize * group;
         let rows = per_head.next_multiple_of(STRIP);
         let mut b = Buffers::new(buffer, rows, launch.shape.span, dq, dv);
-        let tokens = &launch.tokens[item.q_start as usize..][..item.q_len as usize];
+        let tokens = tokens_of(launch, item);
         for head in item.head_start..item.head_end {
             b.q[per_head * dq..].fill(bf16::ZERO);
             for (row, state) in states[..per_head].iter_mut().enumerate() {

@@ -12,8 +12,8 @@
 
 use std::ops::Range;
 
-use super::tiles::{BLOCK, Buffers, RING, STEP, STRIP, see};
-use super::{Item, Launch, Operand, Registers, State, base, block_of, hooks, natural, row_ctx};
+use super::tiles::{BLOCK, Buffers, RING, STEP, STRIP};
+use super::{Item, Launch, Operand, Registers, State, base, block_of, hooks, natural, row_ctx, see};
 use crate::cpu::arch::{Avx512, Right, TILE, Tiles};
 use crate::cpu::vector::Vector;
 use crate::variant::Visible;

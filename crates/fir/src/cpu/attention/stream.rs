@@ -10,14 +10,14 @@
 //! the second level it must be: the first is small, and its misses are few.
 
 use super::{At, Item, Launch, Operand, Registers, Sink, State, base, block_of, ctx_of, end_row, locate, natural};
-use super::{MAX_ROWS, hooks, start_state};
+use super::{MAX_ROWS, hooks, see, start_state, tokens_of};
 use crate::cpu::arch::{Avx512, Left, TileKernel, Tiles};
 use crate::cpu::math::exp2;
 use crate::cpu::pool::RowsOnce;
 use crate::cpu::vector::Vector;
 use crate::plan::TILE_KV;
 use crate::tensor::bf16;
-use crate::variant::{Block, Visible};
+use crate::variant::Visible;
 
 /// Most query rows of a head: the columns of a tile.
 pub(super) const MOST: usize = 16;
@@ -111,8 +111,7 @@ impl TileKernel for StreamItem<'_, '_> {
         let beside = MOST / per_head;
         let groups = heads.div_ceil(beside);
         let mut b = Buffers::new(buffer, heads * per_head, groups, dq, dv);
-        let tokens = &launch.tokens[item.q_start as usize..][..item.q_len as usize];
-        let block = block_of(tokens, item.head_start..item.head_end, group);
+        let block = block_of(tokens_of(launch, item), item.head_start..item.head_end, group);
 
         // Lanes without a row have scores of 0, which nobody reads.
         b.s.fill(0.0);
@@ -147,11 +146,7 @@ impl TileKernel for StreamItem<'_, '_> {
                 locate(launch.index, item.request as usize, next, item.kv_end, &mut ahead);
             }
             let kv_pos = launch.kv_base.map_or(0, |b| b[item.request as usize]) + pos as i32;
-            let visible = if program.has_mask() {
-                program.block(Some(launch.bound), &Block { kv_pos: (kv_pos, kv_pos + n as i32 - 1), ..block })
-            } else {
-                Visible::All
-            };
+            let visible = see(launch, &block, kv_pos, n);
             if visible != Visible::None {
                 let pass = Pass { v, tiles, launch, heads: (first, heads), per_head };
                 let (at, ahead) = (&at[..n], &ahead[..n_ahead]);

@@ -10,13 +10,14 @@ use std::ops::Range;
 
 use super::pipe::Pipe;
 use super::{
-    Item, Launch, Operand, Registers, Shape, Sink, State, ask_row, block_of, ctx_of, end_row, locate, start_state,
+    Item, Launch, Operand, Registers, Shape, Sink, State, ask_row, block_of, ctx_of, end_row, locate, see, start_state,
+    tokens_of,
 };
 use crate::cpu::arch::{Avx512, TILE, TileKernel, Tiles};
 use crate::cpu::pool::RowsOnce;
 use crate::plan::TILE_KV;
 use crate::tensor::{DType, bf16};
-use crate::variant::{Block, Visible};
+use crate::variant::Visible;
 
 /// Query rows whose weights are taken at once.
 pub(super) const STRIP: usize = 32;
@@ -134,7 +135,7 @@ impl TileKernel for TileItem<'_, '_> {
         let per_head = item.q_len as usize * group;
         let rows = per_head.next_multiple_of(STRIP);
         let mut b = Buffers::new(buffer, rows, launch.shape.span, dq, dv);
-        let tokens = &launch.tokens[item.q_start as usize..][..item.q_len as usize];
+        let tokens = tokens_of(launch, item);
         for head in item.head_start..item.head_end {
             b.q[per_head / 16 * 16 * dq..].fill(bf16::ZERO);
             for (row, state) in states[..per_head].iter_mut().enumerate() {
@@ -179,15 +180,6 @@ impl TileKernel for TileItem<'_, '_> {
             }
         }
     }
-}
-
-/// What a block of queries sees of `n` positions from `kv_pos` on.
-#[inline(always)]
-pub(super) fn see(launch: &Launch<'_>, block: &Block, kv_pos: i32, n: usize) -> Visible {
-    if !launch.program.has_mask() {
-        return Visible::All;
-    }
-    launch.program.block(Some(launch.bound), &Block { kv_pos: (kv_pos, kv_pos + n as i32 - 1), ..*block })
 }
 
 /// Packs keys and values of `n` positions from `pos` on, zeros up to the next step; whether all values are finite.

@@ -323,7 +323,7 @@ impl MlaPlan {
             v_scale: kv.ckv_scale,
             dim_vo: p.head_dim_ckv,
             out: p.out_dtype,
-            // Levels of a cascade of latent attention are plans with outputs of f32.
+            // The levels of a cascade of latent attention are plans with outputs of f32: a token has the same bits without one.
             few: if self.split == Split::Balanced { Few::All } else { Few::Never },
             group: p.heads,
             shape,
