@@ -70,10 +70,15 @@ pub(crate) fn commit() -> Result<String> {
     Ok(format!("commit {}{}", hash.trim(), if changes.is_empty() { "" } else { " with changes" }))
 }
 
+/// Its family and model too: virtual machines have one name for many.
 pub(crate) fn machine() -> Result<String> {
     let info = fs::read_to_string("/proc/cpuinfo")?;
-    let model = info.lines().find_map(|l| l.strip_prefix("model name")?.split_once(": ")).map_or("?", |(_, m)| m);
-    Ok(format!("{model}, {} cores", std::thread::available_parallelism()?))
+    let field = |name: &str| {
+        let fields = info.lines().filter_map(|line| line.split_once(':'));
+        fields.filter(|(key, _)| key.trim() == name).map(|(_, value)| value.trim()).next().unwrap_or("?")
+    };
+    let [name, family, model] = ["model name", "cpu family", "model"].map(field);
+    Ok(format!("{name} (family {family}, model {model}), {} cores", std::thread::available_parallelism()?))
 }
 
 #[cfg(test)]

@@ -22,10 +22,14 @@ pub(crate) trait Integers: Copy + Send + Sync + 'static {
     const ROWS: usize;
     /// Whether a CPU with these instructions may have AMX.
     const TILES: bool = false;
+    /// Whether [`Self::dots`] takes wide codes less 128.
+    const SIGNED: bool = false;
     /// Four bytes in each of sixteen lanes.
     type B: Copy;
     /// Sixteen i32.
     type I: Copy;
+    /// Sums of products on their way to sixteen i32, where these take more than one instruction.
+    type P: Copy;
     /// Sixteen f32.
     type F: Copy;
 
@@ -41,9 +45,23 @@ pub(crate) trait Integers: Copy + Send + Sync + 'static {
     fn scaled(self, x: Self::B, scale: Self::I) -> (Self::B, Self::B);
     /// Entry `x` of `table`, for bytes below 16.
     fn lookup(self, table: &[u8; 16], x: Self::B) -> Self::B;
-    /// Adds to each lane of `sums[r]` the product of its four bytes, unsigned, and the four signed bytes, none of them
-    /// -128, of `a[r * PITCH]`. Exact, for any `q` if `wide`, else for those below 128.
-    fn dots<const R: usize>(self, wide: bool, sums: &mut [Self::I; R], q: Self::B, a: &[i32]);
+    /// No products.
+    fn none(self) -> Self::P;
+    /// Adds to each lane of `sums[r]`, or on the way to it to `on_way[r]`, the product of its four bytes, unsigned (but see
+    /// [`Self::SIGNED`]), and the four signed bytes, none of them -128, of `a[r * PITCH]`. Exact, for any `q` if `wide`, else
+    /// for those below 128, as long as no more products are on their way than 16 bits hold: 32767 / 254 over the largest `q`.
+    fn dots<const R: usize>(
+        self,
+        wide: bool,
+        sums: &mut [Self::I; R],
+        on_way: &mut [Self::P; R],
+        q: Self::B,
+        a: &[i32],
+    );
+    /// Adds what is on its way.
+    fn settle<const R: usize>(self, sums: &mut [Self::I; R], on_way: &mut [Self::P; R]);
+    /// Adds what is on its way times `scale`, which is a signed byte.
+    fn settle_scaled<const R: usize>(self, sums: &mut [Self::I; R], on_way: &mut [Self::P; R], scale: Self::I);
 
     fn splat(self, x: i32) -> Self::I;
     fn load_i32(self, x: &[i32]) -> Self::I;

@@ -86,6 +86,11 @@ pub(crate) trait Vector: Copy + Send + Sync + 'static {
     fn sums4(self, a: [Self::F; 4]) -> [f32; 4] {
         [self.sum(a[0]), self.sum(a[1]), self.sum(a[2]), self.sum(a[3])]
     }
+    /// Eight sums at once, each bit for bit what [`Self::sum`] gives.
+    fn sums8(self, a: [Self::F; 8]) -> [f32; 8] {
+        let (low, high) = (self.sums4([a[0], a[1], a[2], a[3]]), self.sums4([a[4], a[5], a[6], a[7]]));
+        [low[0], low[1], low[2], low[3], high[0], high[1], high[2], high[3]]
+    }
     /// Sixteen sums at once, each bit for bit what [`Self::sum`] gives.
     fn sums16(self, a: [[Self::F; 4]; 4]) -> [[f32; 4]; 4] {
         [self.sums4(a[0]), self.sums4(a[1]), self.sums4(a[2]), self.sums4(a[3])]

@@ -13,6 +13,7 @@ impl Integers for Portable {
     const ROWS: usize = 1;
     type B = [u8; 64];
     type I = [i32; 16];
+    type P = ();
     type F = [f32; 16];
 
     #[inline(always)]
@@ -45,7 +46,9 @@ impl Integers for Portable {
         x.map(|x| table[usize::from(x & 15)])
     }
     #[inline(always)]
-    fn dots<const R: usize>(self, _: bool, sums: &mut [[i32; 16]; R], q: [u8; 64], a: &[i32]) {
+    fn none(self) {}
+    #[inline(always)]
+    fn dots<const R: usize>(self, _: bool, sums: &mut [[i32; 16]; R], _: &mut [(); R], q: [u8; 64], a: &[i32]) {
         for (r, sums) in sums.iter_mut().enumerate() {
             let a = a[r * PITCH].to_le_bytes().map(|a| i32::from(a as i8));
             for (i, sum) in sums.iter_mut().enumerate() {
@@ -54,6 +57,10 @@ impl Integers for Portable {
             }
         }
     }
+    #[inline(always)]
+    fn settle<const R: usize>(self, _: &mut [[i32; 16]; R], _: &mut [(); R]) {}
+    #[inline(always)]
+    fn settle_scaled<const R: usize>(self, _: &mut [[i32; 16]; R], _: &mut [(); R], _: [i32; 16]) {}
     #[inline(always)]
     fn splat(self, x: i32) -> [i32; 16] {
         [x; 16]
@@ -164,9 +171,12 @@ mod x86 {
     type Pair<T> = [T; 2];
 
     impl Integers for Avx2 {
-        const ROWS: usize = 2;
+        const ROWS: usize = 4;
+        const SIGNED: bool = true;
         type B = Pair<__m256i>;
         type I = Pair<__m256i>;
+        /// Of i16: every other instruction would be one that makes i32 of them.
+        type P = Pair<__m256i>;
         type F = Pair<__m256>;
 
         #[inline(always)]
@@ -221,11 +231,68 @@ mod x86 {
             })
         }
         #[inline(always)]
-        fn dots<const R: usize>(self, wide: bool, sums: &mut [Pair<__m256i>; R], q: Pair<__m256i>, a: &[i32]) {
-            for r in 0..R {
-                let (sum, a) = (sums[r], a[r * PITCH]);
-                sums[r] = [half_dot(self, wide, sum[0], q[0], a), half_dot(self, wide, sum[1], q[1], a)];
-            }
+        fn none(self) -> Pair<__m256i> {
+            with!(self, [_mm256_setzero_si256(); 2])
+        }
+        #[inline(always)]
+        fn dots<const R: usize>(
+            self,
+            wide: bool,
+            sums: &mut [Pair<__m256i>; R],
+            on_way: &mut [Pair<__m256i>; R],
+            q: Pair<__m256i>,
+            a: &[i32],
+        ) {
+            assert!(R == 0 || a.len() > (R - 1) * PITCH);
+            with!(self, {
+                if !wide {
+                    if let Some(on_way) = on_way.as_mut_slice().as_mut_array::<4>() {
+                        return dots4(on_way, q, a);
+                    }
+                    for r in 0..R {
+                        let a = _mm256_set1_epi32(a[r * PITCH]);
+                        on_way[r][0] = _mm256_add_epi16(on_way[r][0], _mm256_maddubs_epi16(q[0], a));
+                        on_way[r][1] = _mm256_add_epi16(on_way[r][1], _mm256_maddubs_epi16(q[1], a));
+                    }
+                    return;
+                }
+                // As magnitudes, up to 128, and the activations with the codes' signs: two such products fit into 16 bits.
+                let top = _mm256_set1_epi8(i8::MIN);
+                let q = [_mm256_xor_si256(q[0], top), _mm256_xor_si256(q[1], top)];
+                let magnitude = [_mm256_abs_epi8(q[0]), _mm256_abs_epi8(q[1])];
+                let ones = _mm256_set1_epi16(1);
+                if let Some(sums) = sums.as_mut_slice().as_mut_array::<4>() {
+                    return wide_dots4(sums, q, magnitude, a);
+                }
+                for r in 0..R {
+                    let a = _mm256_set1_epi32(a[r * PITCH]);
+                    let low = _mm256_maddubs_epi16(magnitude[0], _mm256_sign_epi8(a, q[0]));
+                    let high = _mm256_maddubs_epi16(magnitude[1], _mm256_sign_epi8(a, q[1]));
+                    sums[r][0] = _mm256_add_epi32(sums[r][0], _mm256_madd_epi16(low, ones));
+                    sums[r][1] = _mm256_add_epi32(sums[r][1], _mm256_madd_epi16(high, ones));
+                }
+            });
+        }
+        #[inline(always)]
+        fn settle<const R: usize>(self, sums: &mut [Pair<__m256i>; R], on_way: &mut [Pair<__m256i>; R]) {
+            with!(self, add_products(sums, on_way, [_mm256_set1_epi16(1); 2]));
+        }
+        #[inline(always)]
+        fn settle_scaled<const R: usize>(
+            self,
+            sums: &mut [Pair<__m256i>; R],
+            on_way: &mut [Pair<__m256i>; R],
+            scale: Pair<__m256i>,
+        ) {
+            with!(self, {
+                // In both halves of a lane, as what is on its way is.
+                let low = _mm256_set1_epi32(0xffff);
+                let scale = [
+                    _mm256_or_si256(_mm256_and_si256(scale[0], low), _mm256_slli_epi32::<16>(scale[0])),
+                    _mm256_or_si256(_mm256_and_si256(scale[1], low), _mm256_slli_epi32::<16>(scale[1])),
+                ];
+                add_products(sums, on_way, scale);
+            });
         }
         #[inline(always)]
         fn splat(self, x: i32) -> Pair<__m256i> {
@@ -308,21 +375,15 @@ mod x86 {
         }
     }
 
-    /// Pairs of products are added in i16, saturating: two of 127 * 127 or of 128 * 127 fit, two of 255 * 127 do not, so
-    /// the highest bit goes apart.
-    #[inline(always)]
-    fn half_dot(v: Avx2, wide: bool, sum: __m256i, q: __m256i, a: i32) -> __m256i {
-        with!(v, {
-            let (a, ones) = (_mm256_set1_epi32(a), _mm256_set1_epi16(1));
-            if wide {
-                let top = _mm256_set1_epi8(-128);
-                let high = _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_and_si256(q, top), a), ones);
-                let low = _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_andnot_si256(top, q), a), ones);
-                _mm256_add_epi32(sum, _mm256_add_epi32(high, low))
-            } else {
-                _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(q, a), ones))
-            }
-        })
+    /// Moves the two halves of each lane of `on_way`, times those of `by`, to `sums`.
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    fn add_products<const R: usize>(sums: &mut [Pair<__m256i>; R], on_way: &mut [Pair<__m256i>; R], by: Pair<__m256i>) {
+        for r in 0..R {
+            sums[r][0] = _mm256_add_epi32(sums[r][0], _mm256_madd_epi16(on_way[r][0], by[0]));
+            sums[r][1] = _mm256_add_epi32(sums[r][1], _mm256_madd_epi16(on_way[r][1], by[1]));
+            on_way[r] = [_mm256_setzero_si256(); 2];
+        }
     }
 
     /// Bytes of even and of odd place are multiplied in 16 bits each, and their parts put together again.
@@ -341,6 +402,91 @@ mod x86 {
             let low_bytes = _mm256_or_si256(_mm256_and_si256(even, low), _mm256_slli_epi16::<8>(odd));
             (_mm256_or_si256(up, _mm256_andnot_si256(low, down)), low_bytes)
         })
+    }
+
+    /// Four rows' products, for the reason that [`dots8`] has: left to the compiler they take over twice as long.
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    fn dots4(on_way: &mut [Pair<__m256i>; 4], q: Pair<__m256i>, a: &[i32]) {
+        let a = &a[..3 * PITCH + 1];
+        let [[s0, t0], [s1, t1], [s2, t2], [s3, t3]] = on_way;
+        macro_rules! row {
+            ($at:literal, $low:literal, $high:literal) => {
+                concat!(
+                    "vpbroadcastd {x}, dword ptr [{a} + ",
+                    $at,
+                    " * {pitch}]\n",
+                    "vpmaddubsw {y}, {q0}, {x}\n",
+                    "vpmaddubsw {x}, {q1}, {x}\n",
+                    "vpaddw {",
+                    $low,
+                    "}, {",
+                    $low,
+                    "}, {y}\n",
+                    "vpaddw {",
+                    $high,
+                    "}, {",
+                    $high,
+                    "}, {x}",
+                )
+            };
+        }
+        // SAFETY: the instructions are those of the function's features; the last word read is the slice's last.
+        unsafe {
+            std::arch::asm!(
+                row!("0", "s0", "t0"), row!("1", "s1", "t1"), row!("2", "s2", "t2"), row!("3", "s3", "t3"),
+                s0 = inout(ymm_reg) *s0, t0 = inout(ymm_reg) *t0, s1 = inout(ymm_reg) *s1, t1 = inout(ymm_reg) *t1,
+                s2 = inout(ymm_reg) *s2, t2 = inout(ymm_reg) *t2, s3 = inout(ymm_reg) *s3, t3 = inout(ymm_reg) *t3,
+                q0 = in(ymm_reg) q[0], q1 = in(ymm_reg) q[1], x = out(ymm_reg) _, y = out(ymm_reg) _,
+                a = in(reg) a.as_ptr(), pitch = const 4 * PITCH,
+                options(readonly, nostack, preserves_flags),
+            );
+        }
+    }
+
+    /// The same for signed codes and their magnitudes.
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    fn wide_dots4(sums: &mut [Pair<__m256i>; 4], q: Pair<__m256i>, magnitude: Pair<__m256i>, a: &[i32]) {
+        let a = &a[..3 * PITCH + 1];
+        let [[s0, t0], [s1, t1], [s2, t2], [s3, t3]] = sums;
+        macro_rules! row {
+            ($at:literal, $low:literal, $high:literal) => {
+                concat!(
+                    "vpbroadcastd {x}, dword ptr [{a} + ",
+                    $at,
+                    " * {pitch}]\n",
+                    "vpsignb {y}, {x}, {q0}\n",
+                    "vpsignb {x}, {x}, {q1}\n",
+                    "vpmaddubsw {y}, {m0}, {y}\n",
+                    "vpmaddubsw {x}, {m1}, {x}\n",
+                    "vpmaddwd {y}, {y}, {ones}\n",
+                    "vpmaddwd {x}, {x}, {ones}\n",
+                    "vpaddd {",
+                    $low,
+                    "}, {",
+                    $low,
+                    "}, {y}\n",
+                    "vpaddd {",
+                    $high,
+                    "}, {",
+                    $high,
+                    "}, {x}",
+                )
+            };
+        }
+        // SAFETY: the instructions are those of the function's features; the last word read is the slice's last.
+        unsafe {
+            std::arch::asm!(
+                row!("0", "s0", "t0"), row!("1", "s1", "t1"), row!("2", "s2", "t2"), row!("3", "s3", "t3"),
+                s0 = inout(ymm_reg) *s0, t0 = inout(ymm_reg) *t0, s1 = inout(ymm_reg) *s1, t1 = inout(ymm_reg) *t1,
+                s2 = inout(ymm_reg) *s2, t2 = inout(ymm_reg) *t2, s3 = inout(ymm_reg) *s3, t3 = inout(ymm_reg) *t3,
+                q0 = in(ymm_reg) q[0], q1 = in(ymm_reg) q[1], m0 = in(ymm_reg) magnitude[0], m1 = in(ymm_reg) magnitude[1],
+                ones = in(ymm_reg) _mm256_set1_epi16(1), x = out(ymm_reg) _, y = out(ymm_reg) _,
+                a = in(reg) a.as_ptr(), pitch = const 4 * PITCH,
+                options(readonly, nostack, preserves_flags),
+            );
+        }
     }
 
     /// Eight independent products. Written out, as compilers would rather finish one row before they begin the next, and
@@ -374,6 +520,7 @@ mod x86 {
         const TILES: bool = true;
         type B = __m512i;
         type I = __m512i;
+        type P = ();
         type F = __m512;
 
         #[inline(always)]
@@ -423,7 +570,9 @@ mod x86 {
             })
         }
         #[inline(always)]
-        fn dots<const R: usize>(self, _: bool, sums: &mut [__m512i; R], q: __m512i, a: &[i32]) {
+        fn none(self) {}
+        #[inline(always)]
+        fn dots<const R: usize>(self, _: bool, sums: &mut [__m512i; R], _: &mut [(); R], q: __m512i, a: &[i32]) {
             assert!(R == 0 || a.len() > (R - 1) * PITCH);
             if let Some(sums) = sums.as_mut_slice().as_mut_array::<8>() {
                 with!(self, dots8(sums, q, a));
@@ -433,6 +582,10 @@ mod x86 {
                 sums[r] = with!(self, _mm512_dpbusd_epi32(sums[r], q, _mm512_set1_epi32(a[r * PITCH])));
             }
         }
+        #[inline(always)]
+        fn settle<const R: usize>(self, _: &mut [__m512i; R], _: &mut [(); R]) {}
+        #[inline(always)]
+        fn settle_scaled<const R: usize>(self, _: &mut [__m512i; R], _: &mut [(); R], _: __m512i) {}
         #[inline(always)]
         fn splat(self, x: i32) -> __m512i {
             with!(self, _mm512_set1_epi32(x))

@@ -432,6 +432,55 @@ impl Vector for Avx2 {
         })
     }
     #[inline(always)]
+    fn transpose(self, a: [__m256; 16]) -> [__m256; 16] {
+        #[inline]
+        #[target_feature(enable = "avx2,fma,f16c")]
+        fn four(a: __m256, b: __m256, c: __m256, d: __m256) -> [__m256; 4] {
+            let (ab, cd) = (_mm256_unpacklo_ps(a, b), _mm256_unpacklo_ps(c, d));
+            let (ef, gh) = (_mm256_unpackhi_ps(a, b), _mm256_unpackhi_ps(c, d));
+            [
+                _mm256_shuffle_ps::<0b01_00_01_00>(ab, cd),
+                _mm256_shuffle_ps::<0b11_10_11_10>(ab, cd),
+                _mm256_shuffle_ps::<0b01_00_01_00>(ef, gh),
+                _mm256_shuffle_ps::<0b11_10_11_10>(ef, gh),
+            ]
+        }
+        let mut out = a;
+        with!(self, {
+            let (low, high) = (four(a[0], a[1], a[2], a[3]), four(a[4], a[5], a[6], a[7]));
+            for i in 0..4 {
+                out[i] = _mm256_permute2f128_ps::<0x20>(low[i], high[i]);
+                out[4 + i] = _mm256_permute2f128_ps::<0x31>(low[i], high[i]);
+            }
+        });
+        out
+    }
+    #[inline(always)]
+    fn sums8(self, a: [__m256; 8]) -> [f32; 8] {
+        // Of two vectors at a time: halves, then quarters, then what is left.
+        #[inline]
+        #[target_feature(enable = "avx2,fma,f16c")]
+        fn halves(a: __m256, b: __m256) -> __m256 {
+            _mm256_add_ps(_mm256_blend_ps::<0xf0>(a, b), _mm256_permute2f128_ps::<0x21>(a, b))
+        }
+        #[inline]
+        #[target_feature(enable = "avx2,fma,f16c")]
+        fn quarters(a: __m256, b: __m256) -> __m256 {
+            let (a, b) = (_mm256_castps_pd(a), _mm256_castps_pd(b));
+            let (low, high) = (_mm256_unpacklo_pd(a, b), _mm256_unpackhi_pd(a, b));
+            _mm256_add_ps(_mm256_castpd_ps(low), _mm256_castpd_ps(high))
+        }
+        let mut out = [0f32; 8];
+        with!(self, {
+            let low = quarters(halves(a[0], a[4]), halves(a[1], a[5]));
+            let high = quarters(halves(a[2], a[6]), halves(a[3], a[7]));
+            let even = _mm256_shuffle_ps::<0b10_00_10_00>(low, high);
+            let odd = _mm256_shuffle_ps::<0b11_01_11_01>(low, high);
+            _mm256_storeu_ps(out.as_mut_ptr(), _mm256_add_ps(even, odd));
+        });
+        out
+    }
+    #[inline(always)]
     fn max_lane(self, a: __m256) -> f32 {
         with!(self, {
             let b = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps::<1>(a));

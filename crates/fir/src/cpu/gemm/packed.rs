@@ -2,7 +2,7 @@
 //! weights and one number of `x` after the other arrive.
 //!
 //! Lanes of a vector are weight rows here, and positions along `k` in the product of few rows. For the same bits,
-//! additions keep the order of the latter: a block of [`DEPTH`] is packed lane by lane (all positions of lane 0, and so
+//! additions keep the order of the latter: a block of [`depth_of`] is packed lane by lane (all positions of lane 0, and so
 //! on), a tile sums up one lane after the other, and adds the lanes' sums as the tree of [`Vector::sum`] does. Lanes come
 //! in the order of their reversed bits: then partial sums of the tree are a stack, never deeper than it.
 //!
@@ -10,7 +10,7 @@
 //! At 16 lanes, 9 × 3 vectors of sums, 3 of weights and one number fill 31 of 32 registers. On a core of a Xeon of model
 //! 207 that loop alone reached 77 to 81 % of the multiply-adds' own speed beside a busy neighbour, 12 × 2 and 14 × 2 70 to 74 %.
 
-use super::DEPTH;
+use super::depth_of;
 use crate::cpu::rows::Rows;
 use crate::cpu::vector::{Kernel, Lane, Vector};
 
@@ -71,7 +71,7 @@ impl<T: Lane> PackRows<'_, T> {
             }
             let mut from = 0;
             while from < k {
-                let steps = DEPTH.min(k - from).div_ceil(V::LANES);
+                let steps = depth_of::<V>().min(k - from).div_ceil(V::LANES);
                 let (to, _) = strip[R * from..][..R * steps * V::LANES].as_chunks_mut::<R>();
                 for t in 0..steps {
                     let at = from + t * V::LANES;
@@ -85,7 +85,7 @@ impl<T: Lane> PackRows<'_, T> {
                         to[turn_of::<V>(lane) * steps + t].copy_from_slice(&all[..R]);
                     }
                 }
-                from += DEPTH;
+                from += depth_of::<V>();
             }
         }
     }
@@ -131,7 +131,7 @@ impl<W: Lane> Panel<'_, W> {
         let (k, strip) = (w.row_len(), C * V::LANES);
         let mut from = 0;
         while from < k {
-            let depth = DEPTH.min(k - from);
+            let depth = depth_of::<V>().min(k - from);
             let steps = depth.div_ceil(V::LANES);
             let size = steps * V::LANES * strip;
             for (s, to) in panel.chunks_exact_mut(size).enumerate().take(width.div_ceil(strip)) {
@@ -139,10 +139,10 @@ impl<W: Lane> Panel<'_, W> {
             }
             // Meanwhile the next block of these weight rows is asked for, a part with every tile: to wait for it would
             // take a tenth of the time.
-            let mut next = Ask { w: &w, rows: first..first + width, from: from + DEPTH, rest: &[] };
+            let mut next = Ask { w: &w, rows: first..first + width, from: from + depth_of::<V>(), rest: &[] };
             let tiles = rows.div_ceil(R) * width.div_ceil(strip);
             // Whole rows or equal parts of one, so that a tile asks for lines of a single row.
-            let row_lines = (DEPTH * size_of::<W>()).div_ceil(64);
+            let row_lines = (depth_of::<V>() * size_of::<W>()).div_ceil(64);
             let parts = (tiles / width).clamp(1, row_lines);
             for i in (0..rows).step_by(R) {
                 let x = &x[i * row_len(k) + R * from..][..R * steps * V::LANES];
@@ -155,7 +155,7 @@ impl<W: Lane> Panel<'_, W> {
                     v.call(Tile::<R, C> { x, w, steps, sums, stride: width, rows, columns });
                 }
             }
-            from += DEPTH;
+            from += depth_of::<V>();
         }
     }
 }
@@ -179,7 +179,7 @@ impl<W: Lane> Ask<'_, W> {
             && self.from < self.w.row_len()
             && let Some(r) = self.rows.next()
         {
-            self.rest = &self.w.row(r)[self.from..self.w.row_len().min(self.from + DEPTH)];
+            self.rest = &self.w.row(r)[self.from..self.w.row_len().min(self.from + depth_of::<V>())];
         }
         let (now, rest) = self.rest.split_at(self.rest.len().min(lines * line));
         self.rest = rest;

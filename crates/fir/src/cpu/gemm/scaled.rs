@@ -18,7 +18,7 @@ mod tiles;
 
 use std::ops::Range;
 
-use super::{Block as Part, DEPTH, PANEL, SCRATCH, multiply};
+use super::{Block as Part, DEPTH, PANEL, SCRATCH, depth_of, multiply};
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::arch::{Amx, Avx512};
 use crate::cpu::exec::Cpu;
@@ -310,7 +310,7 @@ impl<W: Lane> Kernel for Panel<'_, W> {
         let k = self.w.row_len();
         let mut from = 0;
         while from < k {
-            let columns = from..k.min(from + DEPTH);
+            let columns = from..k.min(from + depth_of::<V>());
             let w = Part { rows: self.w, first: self.first, count: self.width, columns };
             // As in the dense product: few rows read weights as they are.
             if self.rows.len() <= 12 {
@@ -324,7 +324,7 @@ impl<W: Lane> Kernel for Panel<'_, W> {
                 self.meet(v, from, &Part { rows, first: 0, count: self.width, columns: 0..depth });
                 self.panel = panel;
             }
-            from += DEPTH;
+            from += depth_of::<V>();
         }
     }
 }

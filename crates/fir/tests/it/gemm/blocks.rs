@@ -164,8 +164,8 @@ fn the_packed_form_is_hardly_larger_than_the_file() {
 fn extreme_codes_and_scales_match_the_reference() {
     let mut rng = Rng::new(3);
     for fill in [0x00, 0xff, 0x80, 0x7f] {
-        // Nine rows, and as many as go through tiles.
-        for (format, m) in BlockFormat::ALL.into_iter().flat_map(|format| [(format, 9), (format, 66)]) {
+        // One and two rows, which some levels add up by themselves, nine, and as many as go through tiles.
+        for (format, m) in BlockFormat::ALL.into_iter().flat_map(|format| [1, 2, 9, 66].map(|m| (format, m))) {
             let (n, k) = (16, 512);
             let mut data = vec![fill; n * k / format.elements() * format.bytes()];
             for block in data.chunks_exact_mut(format.bytes()) {

@@ -59,7 +59,7 @@ pub(super) fn run(cpu: &Cpu, acts: Acts<'_>, w: &Packed, first: usize, rows: usi
         BlockFormat::Q4_1 => go!(Bits<4, 0>, Halves<true>),
         BlockFormat::Q5_0 => go!(Bits<4, 1>, Halves<false>),
         BlockFormat::Q5_1 => go!(Bits<4, 1>, Halves<true>),
-        BlockFormat::Q8_0 => go!(Plain<true>, Halves<false>),
+        BlockFormat::Q8_0 => go!(Plain<8, 0>, Halves<false>),
         BlockFormat::Q2K => go!(Bits<2, 0>, Bytes<2, true>),
         BlockFormat::Q3K => go!(Bits<2, 1>, Bytes<2, false>),
         BlockFormat::Q4K => go!(Bits<4, 0>, Bytes<1, true>),
@@ -73,8 +73,12 @@ pub(super) fn run(cpu: &Cpu, acts: Acts<'_>, w: &Packed, first: usize, rows: usi
 pub(super) trait Codes: 'static {
     /// Bytes per group.
     const BYTES: usize;
+    /// Bits of a code.
+    const BITS: usize;
     /// Whether codes reach past 127.
-    const WIDE: bool;
+    const WIDE: bool = Self::BITS == 8;
+    /// Products, four to a step, of so many steps add up in 16 bits.
+    const RUN: usize = 32767 / (2 * 127 * ((1 << Self::BITS) - 1));
     /// The same codes, a byte each.
     type Plain: Codes;
     /// Codes of elements `4 * I..4 * I + 4` of a group, of 16 rows.
@@ -86,8 +90,8 @@ struct Bits<const LOW: usize, const HIGH: usize>;
 
 impl<const LOW: usize, const HIGH: usize> Codes for Bits<LOW, HIGH> {
     const BYTES: usize = 4 * LANES * (LOW + HIGH);
-    const WIDE: bool = false;
-    type Plain = Plain<false>;
+    const BITS: usize = LOW + HIGH;
+    type Plain = Plain<LOW, HIGH>;
     #[inline(always)]
     fn read<V: Integers, const I: usize>(v: V, group: &[u8]) -> V::B {
         let (low, high) = group.split_at(4 * LANES * LOW);
@@ -107,8 +111,8 @@ struct Table;
 
 impl Codes for Table {
     const BYTES: usize = Bits::<4, 0>::BYTES;
-    const WIDE: bool = true;
-    type Plain = Plain<true>;
+    const BITS: usize = 8;
+    type Plain = Plain<8, 0>;
     #[inline(always)]
     fn read<V: Integers, const I: usize>(v: V, group: &[u8]) -> V::B {
         const UNSIGNED: [u8; 16] = {
@@ -123,12 +127,12 @@ impl Codes for Table {
     }
 }
 
-/// A byte each.
-struct Plain<const WIDE: bool>;
+/// A byte each, of so many bits as two planes have.
+struct Plain<const LOW: usize, const HIGH: usize>;
 
-impl<const WIDE: bool> Codes for Plain<WIDE> {
+impl<const LOW: usize, const HIGH: usize> Codes for Plain<LOW, HIGH> {
     const BYTES: usize = 4 * LANES * 8;
-    const WIDE: bool = WIDE;
+    const BITS: usize = LOW + HIGH;
     type Plain = Self;
     #[inline(always)]
     fn read<V: Integers, const I: usize>(v: V, group: &[u8]) -> V::B {
@@ -233,18 +237,18 @@ impl<C: Codes, S: Scales> IntKernel for Product<'_, C, S> {
         {
             return super::tiles::run::<V, C, S>(v, amx, acts, w, first, rows, sums);
         }
-        let mut plain = [[0u8; 4 * LANES * SUPER / 4]; PANELS];
+        let mut plain = [Unpacked([0; 4 * LANES * SUPER / 4]); PANELS];
         for (turn, sums) in sums.chunks_mut(PANELS * rows * LANES).enumerate() {
             let first = first + turn * PANELS;
             for (s, acts) in acts.chunks_exact(rows).enumerate() {
                 for (p, plain) in plain.iter_mut().enumerate().take(sums.len() / (rows * LANES)) {
-                    unpack::<V, C>(v, w.cell(w.panel(first + p), s), plain);
+                    unpack::<V, C>(v, w.cell(w.panel(first + p), s), &mut plain.0);
                 }
                 // A few rows at a time against all panels: their activations come from afar, the codes do not.
                 for (r, acts) in acts.chunks_exact(FEW).enumerate() {
                     for (p, sums) in sums.chunks_exact_mut(rows * LANES).enumerate() {
                         let cell = w.cell(w.panel(first + p), s);
-                        let cell = Cell { codes: &plain[p][..cell.groups * Plain::<false>::BYTES], ..cell };
+                        let cell = Cell { codes: &plain[p].0[..cell.groups * C::Plain::BYTES], ..cell };
                         strip::<V, C::Plain, S>(v, cell, acts, &mut sums[r * FEW * LANES..][..FEW * LANES], false);
                     }
                 }
@@ -252,6 +256,11 @@ impl<C: Codes, S: Scales> IntKernel for Product<'_, C, S> {
         }
     }
 }
+
+/// A cell's codes, a byte each, in whole lines of the cache.
+#[derive(Clone, Copy)]
+#[repr(align(64))]
+struct Unpacked([u8; 4 * LANES * SUPER / 4]);
 
 /// Bytes ahead of the group in use that few rows ask the memory for. Cells are short, so the caches' own prefetchers, which
 /// follow one stream, start anew for the codes and the scales of each: over 40 % of the time went into waiting for these.
@@ -270,7 +279,7 @@ pub(super) use each;
 #[inline(always)]
 fn unpack<V: Integers, C: Codes>(v: V, cell: Cell<'_>, out: &mut [u8]) {
     let groups = cell.codes.chunks_exact(C::BYTES);
-    for (group, out) in groups.zip(out.chunks_exact_mut(Plain::<false>::BYTES)) {
+    for (group, out) in groups.zip(out.chunks_exact_mut(C::Plain::BYTES)) {
         each!(I in [0 1 2 3 4 5 6 7] { v.store_bytes(C::read::<V, I>(v, group), &mut out[4 * LANES * I..]); });
     }
 }
@@ -278,7 +287,8 @@ fn unpack<V: Integers, C: Codes>(v: V, cell: Cell<'_>, out: &mut [u8]) {
 /// A cell times 1, 2, 4 or 8 rows, as many at a time as the level holds; `ahead` if it comes from memory.
 #[inline(always)]
 fn strip<V: Integers, C: Codes, S: Scales>(v: V, cell: Cell<'_>, acts: &[Activations], sums: &mut [f32], ahead: bool) {
-    let most = V::ROWS.min(acts.len()).max(1);
+    // With fewer steps to a sum there are two sums to keep for each row.
+    let most = V::ROWS.min(if V::SIGNED && !C::WIDE && C::RUN < 4 { 2 } else { FEW }).min(acts.len()).max(1);
     for (acts, sums) in acts.chunks_exact(most).zip(sums.chunks_exact_mut(most * LANES)) {
         match most {
             1 => tile::<V, C, S, 1>(v, cell, acts, sums, ahead),
@@ -311,16 +321,30 @@ fn tile<V: Integers, C: Codes, S: Scales, const R: usize>(
             prefetch_ahead(group, AHEAD);
             prefetch_ahead(scales, AHEAD);
         }
-        let mut part = [[v.splat(0); R]; 2];
-        if !S::MIN {
+        let (mut part, mut on_way) = ([[v.splat(0); R]; 2], [v.none(); R]);
+        if !(S::MIN || C::WIDE && V::SIGNED) {
             for (sub, part) in part.iter_mut().enumerate().take(S::SUBS) {
                 for r in 0..R {
                     part[r] = v.splat(rows[r].sums[S::SUBS * g + sub]);
                 }
             }
         }
+        let (mut scale, mut min) = ([v.splat(0); 2], [v.splat(0); 2]);
+        for sub in 0..if S::INTEGERS { S::SUBS } else { 0 } {
+            (scale[sub], min[sub]) = S::read(v, scales, sub);
+        }
         each!(I in [0 1 2 3 4 5 6 7] {
-            v.dots(C::WIDE, &mut part[I * S::SUBS / 8], C::read::<V, I>(v, group), &words[8 * g + I..]);
+            let sub = I * S::SUBS / 8;
+            v.dots(C::WIDE, &mut part[sub], &mut on_way, C::read::<V, I>(v, group), &words[8 * g + I..]);
+            // The last step of its sub-block, or of as many as add up.
+            let steps = I % (8 / S::SUBS) + 1;
+            if !C::WIDE && (steps == 8 / S::SUBS || steps.is_multiple_of(C::RUN)) {
+                if S::INTEGERS {
+                    v.settle_scaled(&mut whole, &mut on_way, scale[sub]);
+                } else {
+                    v.settle(&mut part[sub], &mut on_way);
+                }
+            }
         });
         if !S::INTEGERS {
             let d = v.halves(scales);
@@ -334,13 +358,12 @@ fn tile<V: Integers, C: Codes, S: Scales, const R: usize>(
                 }
             }
         } else {
-            for (sub, part) in part.iter().enumerate().take(S::SUBS) {
-                let (scale, min) = S::read(v, scales, sub);
+            for sub in 0..S::SUBS {
                 for r in 0..R {
-                    whole[r] = v.mul_add(part[r], scale, whole[r]);
+                    whole[r] = v.mul_add(part[sub][r], scale[sub], whole[r]);
                     if S::MIN {
                         // Exact, as the sum stays below 2^24.
-                        minima[r] = v.fma(v.float(min), v.splat_f32(rows[r].sum(S::SUBS * g + sub)), minima[r]);
+                        minima[r] = v.fma(v.float(min[sub]), v.splat_f32(rows[r].sum(S::SUBS * g + sub)), minima[r]);
                     }
                 }
             }
