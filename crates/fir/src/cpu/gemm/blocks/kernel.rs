@@ -217,7 +217,7 @@ impl<C: Codes, S: Scales> IntKernel for Product<'_, C, S> {
         };
         sums.fill(Line([0.0; LANES]));
         let sums: &mut [f32] = bytemuck::cast_slice_mut(sums);
-        if rows <= FEW || V::ROWS >= FEW && rows <= SEVERAL {
+        if rows <= anew::<V>() {
             for (p, sums) in sums.chunks_exact_mut(rows * LANES).enumerate() {
                 let panel = w.panel(first + p);
                 for (s, acts) in acts.chunks_exact(rows).enumerate() {
@@ -254,6 +254,17 @@ impl<C: Codes, S: Scales> IntKernel for Product<'_, C, S> {
                 }
             }
         }
+    }
+}
+
+/// Most rows whose codes are unpacked anew for every pass: the fewer rows one takes, the sooner a copy pays. With AVX2 16 rows of
+/// Q4_1, Q4_K and Q8_0 are 1.02, 1.33 and 1.4 times as fast so.
+#[inline(always)]
+fn anew<V: Integers>() -> usize {
+    match V::ROWS {
+        FEW.. => SEVERAL,
+        4.. => 2 * FEW,
+        _ => FEW,
     }
 }
 
