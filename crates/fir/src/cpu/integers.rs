@@ -22,8 +22,9 @@ pub(crate) trait Integers: Copy + Send + Sync + 'static {
     const ROWS: usize;
     /// Whether a CPU with these instructions may have AMX.
     const TILES: bool = false;
-    /// Whether [`Self::dots`] takes wide codes less 128.
-    const SIGNED: bool = false;
+    /// Whether products are of 16 bits before they are of 32: then only so many add up on their way, and [`Self::dots`] takes wide
+    /// codes less 128.
+    const SIXTEEN_BITS: bool = false;
     /// Four bytes in each of sixteen lanes.
     type B: Copy;
     /// Sixteen i32.
@@ -48,7 +49,7 @@ pub(crate) trait Integers: Copy + Send + Sync + 'static {
     /// No products.
     fn none(self) -> Self::P;
     /// Adds to each lane of `sums[r]`, or on the way to it to `on_way[r]`, the product of its four bytes, unsigned (but see
-    /// [`Self::SIGNED`]), and the four signed bytes, none of them -128, of `a[r * PITCH]`. Exact, for any `q` if `wide`, else
+    /// [`Self::SIXTEEN_BITS`]), and the four signed bytes, none of them -128, of `a[r * PITCH]`. Exact, for any `q` if `wide`, else
     /// for those below 128, as long as no more products are on their way than 16 bits hold: 32767 / 254 over the largest `q`.
     fn dots<const R: usize>(
         self,

@@ -299,7 +299,7 @@ fn unpack<V: Integers, C: Codes>(v: V, cell: Cell<'_>, out: &mut [u8]) {
 #[inline(always)]
 fn strip<V: Integers, C: Codes, S: Scales>(v: V, cell: Cell<'_>, acts: &[Activations], sums: &mut [f32], ahead: bool) {
     // With fewer steps to a sum there are two sums to keep for each row.
-    let most = V::ROWS.min(if V::SIGNED && !C::WIDE && C::RUN < 4 { 2 } else { FEW }).min(acts.len()).max(1);
+    let most = V::ROWS.min(if V::SIXTEEN_BITS && !C::WIDE && C::RUN < 4 { 2 } else { FEW }).min(acts.len()).max(1);
     for (acts, sums) in acts.chunks_exact(most).zip(sums.chunks_exact_mut(most * LANES)) {
         match most {
             1 => tile::<V, C, S, 1>(v, cell, acts, sums, ahead),
@@ -333,7 +333,7 @@ fn tile<V: Integers, C: Codes, S: Scales, const R: usize>(
             prefetch_ahead(scales, AHEAD);
         }
         let (mut part, mut on_way) = ([[v.splat(0); R]; 2], [v.none(); R]);
-        if !(S::MIN || C::WIDE && V::SIGNED) {
+        if !(S::MIN || C::WIDE && V::SIXTEEN_BITS) {
             for (sub, part) in part.iter_mut().enumerate().take(S::SUBS) {
                 for r in 0..R {
                     part[r] = v.splat(rows[r].sums[S::SUBS * g + sub]);
