@@ -9,6 +9,7 @@
 //! [`Avx512::pack_columns`].
 
 mod groups;
+pub(crate) use groups::PAIR;
 
 use std::arch::asm;
 use std::arch::x86_64::*;
@@ -608,6 +609,51 @@ impl Tiles {
                 ),
                 None => block!("tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3", last),
             }
+        }
+    }
+
+    /// As [`Self::begin`], of two tiles and one.
+    #[inline(always)]
+    pub(crate) fn begin_one(self, a: Right<'_, bf16>, b: &[bf16], last: &mut [f32; 1024]) {
+        let a1 = &a.data[a.stride..];
+        assert!(a.data.len() >= TILE && a1.len() >= TILE && b.len() >= TILE);
+        // SAFETY: as in `begin`.
+        unsafe {
+            asm!(
+                "tileloadd tmm6, [{b} + {row}*1]",
+                "tileloadd tmm4, [{a0} + {row}*1]",
+                "tilestored [{last} + {sc}*1], tmm0",
+                "tilezero tmm0",
+                "tdpbf16ps tmm0, tmm4, tmm6",
+                "tileloadd tmm5, [{a1} + {row}*1]",
+                "tilestored [{last} + {sc}*1 + 2048], tmm2",
+                "tilezero tmm2",
+                "tdpbf16ps tmm2, tmm5, tmm6",
+                a0 = in(reg) a.data.as_ptr(), a1 = in(reg) a1.as_ptr(), b = in(reg) b.as_ptr(),
+                row = in(reg) ROW, sc = in(reg) 2 * ROW, last = in(reg) last.as_mut_ptr(),
+                options(nostack)
+            );
+        }
+    }
+
+    /// As [`Self::step`], of two tiles and one.
+    #[inline(always)]
+    pub(crate) fn step_one(self, a: Right<'_, bf16>, b: &[bf16], at: usize) {
+        let (a0, b) = (&a.data[at * TILE..], &b[at * TILE..]);
+        let a1 = &a0[a.stride..];
+        assert!(a0.len() >= TILE && a1.len() >= TILE && b.len() >= TILE);
+        // SAFETY: as in `begin`.
+        unsafe {
+            asm!(
+                "tileloadd tmm6, [{b} + {row}*1]",
+                "tileloadd tmm4, [{a0} + {row}*1]",
+                "tileloadd tmm5, [{a1} + {row}*1]",
+                "tdpbf16ps tmm0, tmm4, tmm6",
+                "tdpbf16ps tmm2, tmm5, tmm6",
+                a0 = in(reg) a0.as_ptr(), a1 = in(reg) a1.as_ptr(), b = in(reg) b.as_ptr(),
+                row = in(reg) ROW,
+                options(nostack)
+            );
         }
     }
 

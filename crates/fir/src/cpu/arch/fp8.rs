@@ -88,7 +88,7 @@ impl Avx512<true> {
 
     /// 64 numbers of fp8 as bf16, exactly.
     #[inline(always)]
-    pub(crate) fn widen_fp8(self, table: &Fp8, x: &[u8; 64], out: &mut [bf16; 64]) {
+    pub(crate) fn widen_fp8(self, table: &Fp8, x: &[u8; 64], out: [&mut [bf16; 32]; 2]) {
         const QUARTERS: [u64; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
         // SAFETY: `self` proves AVX-512 and VBMI; loads and stores go through arrays of as many bytes.
         unsafe {
@@ -99,9 +99,9 @@ impl Avx512<true> {
                 _mm512_loadu_si512(x.as_ptr().cast()),
             );
             let (low, high) = widened(x, table);
-            let out = out.as_mut_ptr();
-            _mm512_storeu_si512(out.cast(), _mm512_unpacklo_epi8(low, high));
-            _mm512_storeu_si512(out.add(32).cast(), _mm512_unpackhi_epi8(low, high));
+            let [first, second] = out;
+            _mm512_storeu_si512(first.as_mut_ptr().cast(), _mm512_unpacklo_epi8(low, high));
+            _mm512_storeu_si512(second.as_mut_ptr().cast(), _mm512_unpackhi_epi8(low, high));
         }
     }
 }
@@ -233,11 +233,11 @@ mod tests {
         fn run(self, _: Avx512, pairs: Avx512<true>) {
             for sign in [0, 128] {
                 for from in [0u8, 64] {
-                    let (mut got, x) = ([bf16::ZERO; 64], std::array::from_fn(|i| from + i as u8 | sign));
-                    pairs.widen_fp8(&Fp8::E4M3, &x, &mut got);
-                    is_exact(&x.map(E4m3), &got);
-                    pairs.widen_fp8(&Fp8::E5M2, &x, &mut got);
-                    is_exact(&x.map(E5m2), &got);
+                    let (mut got, x) = ([[bf16::ZERO; 32]; 2], std::array::from_fn(|i| from + i as u8 | sign));
+                    pairs.widen_fp8(&Fp8::E4M3, &x, got.each_mut());
+                    is_exact(&x.map(E4m3), got.as_flattened());
+                    pairs.widen_fp8(&Fp8::E5M2, &x, got.each_mut());
+                    is_exact(&x.map(E5m2), got.as_flattened());
                 }
             }
             let rows: [[u8; 64]; 16] = std::array::from_fn(|r| std::array::from_fn(|i| (37 * r + 3 * i) as u8));

@@ -13,7 +13,7 @@ mod stream;
 mod x86;
 
 #[cfg(target_arch = "x86_64")]
-pub(crate) use amx::{Ahead, Amx, Left, Right, Sums, TILE, TileKernel, Tiles};
+pub(crate) use amx::{Ahead, Amx, Left, PAIR, Right, Sums, TILE, TileKernel, Tiles};
 #[cfg(target_arch = "x86_64")]
 pub(crate) use fp8::{Chunks, Fp8};
 pub(crate) use portable::Portable;

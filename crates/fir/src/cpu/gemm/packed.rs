@@ -11,6 +11,7 @@
 //! 207 that loop alone reached 77 to 81 % of the multiply-adds' own speed beside a busy neighbour, 12 × 2 and 14 × 2 70 to 74 %.
 
 use super::depth_of;
+use crate::cpu::arch::prefetch_at;
 use crate::cpu::rows::Rows;
 use crate::cpu::vector::{Kernel, Lane, Vector};
 
@@ -22,6 +23,8 @@ pub(super) const ROWS: usize = 18;
 pub(super) const PANEL: usize = 48;
 /// Elements ahead of those being packed that are asked for.
 const AHEAD: usize = 128;
+/// Steps ahead of the one in use whose weights are asked for, and half of those whose `x` are.
+const NEAR: usize = 16;
 /// Deepest stack of partial sums: the levels of a tree of 16 lanes.
 const LEVELS: usize = 4;
 
@@ -282,6 +285,9 @@ impl<const R: usize, const C: usize> Kernel for Tile<'_, R, C> {
 fn lane_sums<V: Vector, const R: usize, const C: usize>(v: V, x: &[f32], w: &[f32]) -> [[V::F; C]; R] {
     let mut acc = [[v.splat(0.0); C]; R];
     for (x, w) in x.as_chunks::<R>().0.iter().zip(w.chunks_exact(C * V::LANES)) {
+        // Both come from the second-level cache: on a Xeon of model 207 512 and 2048 rows take 4 to 7 % less so.
+        prefetch_at(w.as_ptr().wrapping_add(NEAR * C * V::LANES), C * V::LANES);
+        prefetch_at(x.as_ptr().wrapping_add(2 * NEAR * R), 1);
         let mut ws = [v.splat(0.0); C];
         for c in 0..C {
             ws[c] = v.load(&w[c * V::LANES..]);

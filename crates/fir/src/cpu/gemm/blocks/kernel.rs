@@ -3,7 +3,7 @@
 use std::marker::PhantomData;
 
 use super::pack::{Cell, GROUP, LANES, Packed, SUPER};
-use super::{Activations, Acts, FEW, Line, MANY, PANELS, SEVERAL, TILED};
+use super::{Activations, FEW, GROUPED, Line, MANY, PANELS, SEVERAL, TILED};
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::arch::Amx;
 use crate::cpu::arch::prefetch_ahead;
@@ -31,15 +31,21 @@ pub(super) fn is_tiled(cpu: &Cpu, format: BlockFormat, rows: usize) -> bool {
     }
 }
 
-/// What so many rows go through, if they do a group at a time.
-#[cfg(target_arch = "x86_64")]
-pub(super) fn grouped(cpu: &Cpu, format: BlockFormat, rows: usize) -> Option<Amx> {
-    let least = if format.bits() == (8, 0) { super::GROUPED_WIDE } else { super::GROUPED };
-    cpu.amx().filter(|_| format.elements() == GROUP && rows >= least)
+/// Whether so many rows of a format with f16 scales go through AMX tiles.
+pub(super) fn is_grouped(cpu: &Cpu, format: BlockFormat, rows: usize) -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return rows >= if format.bits() == (8, 0) { TILED } else { GROUPED }
+        && format.elements() == GROUP
+        && cpu.amx().is_some();
+    #[cfg(not(target_arch = "x86_64"))]
+    {
+        let _ = (cpu, format, rows, GROUPED);
+        false
+    }
 }
 
 /// Puts to `sums`, `[panels, rows]`, the product of the panels from `first` on and all rows of `acts`.
-pub(super) fn run(cpu: &Cpu, acts: Acts<'_>, w: &Packed, first: usize, rows: usize, sums: &mut [Line]) {
+pub(super) fn run(cpu: &Cpu, acts: &[Activations], w: &Packed, first: usize, rows: usize, sums: &mut [Line]) {
     macro_rules! go {
         ($codes:ty, $scales:ty) => {
             cpu.run_ints(Product {
@@ -189,7 +195,7 @@ impl<const SUBS: usize, const MIN: bool> Scales for Bytes<SUBS, MIN> {
 
 struct Product<'a, C, S> {
     /// `[cells, rows]`
-    acts: Acts<'a>,
+    acts: &'a [Activations],
     w: &'a Packed,
     first: usize,
     rows: usize,
@@ -204,17 +210,14 @@ impl<C: Codes, S: Scales> IntKernel for Product<'_, C, S> {
     #[inline(always)]
     fn run<V: Integers>(self, v: V) {
         let Self { acts, w, first, rows, sums, .. } = self;
-        let acts = match acts {
-            Acts::Rows(acts) => acts,
-            #[cfg(target_arch = "x86_64")]
-            Acts::Sixteens(amx, acts) => {
-                // Always so: without this it would be compiled for every level and format.
-                if V::TILES && !S::INTEGERS {
-                    super::groups::run::<V, C, S>(v, amx, acts, w, first, rows, sums);
-                }
-                return;
-            }
-        };
+        #[cfg(target_arch = "x86_64")]
+        if V::TILES
+            && !S::INTEGERS
+            && rows >= if C::WIDE { TILED } else { GROUPED }
+            && let Some(amx) = self.amx
+        {
+            return super::groups::run::<V, C, S>(v, amx, acts, w, first, rows, sums);
+        }
         sums.fill(Line([0.0; LANES]));
         let sums: &mut [f32] = bytemuck::cast_slice_mut(sums);
         if rows <= anew::<V>() {

@@ -24,8 +24,6 @@ use bytemuck::{Pod, Zeroable};
 pub(crate) use pack::Packed;
 use pack::{GROUP, LANES, SUPER};
 
-#[cfg(target_arch = "x86_64")]
-use crate::cpu::arch::Amx;
 use crate::cpu::exec::Cpu;
 use crate::cpu::integers::PITCH;
 use crate::cpu::pool::RowsMut;
@@ -43,12 +41,9 @@ const FEW: usize = 8;
 const SEVERAL: usize = 64;
 /// Rows from which AMX is faster than vectors, for formats with integer scales: it unpacks a panel into twice the bytes.
 const TILED: usize = 65;
-/// The same for formats with f16 scales, whose codes it unpacks into four times the bytes: that takes as long as 16 to 24
-/// rows' products, and of codes of eight bits, which have no table, as 40.
-#[cfg(target_arch = "x86_64")]
+/// The same for formats with f16 scales and codes of up to five bits: 32 rows of Q4_1 take as long either way. Of codes of eight bits
+/// 64 do.
 const GROUPED: usize = 33;
-#[cfg(target_arch = "x86_64")]
-const GROUPED_WIDE: usize = 49;
 /// More rows than several are made up to a multiple of this: two tiles of AMX.
 const MANY: usize = 32;
 /// Rows per pass over all weights: a unit's sums stay in the second-level cache.
@@ -62,8 +57,6 @@ const TILE_PANELS: usize = 16;
 thread_local! {
     /// Scratch, kept: new memory of this size would be mapped and cleared for every call.
     static ACTIVATIONS: Cell<Vec<Activations>> = const { Cell::new(Vec::new()) };
-    #[cfg(target_arch = "x86_64")]
-    static SIXTEENS: Cell<Vec<groups::Sixteen>> = const { Cell::new(Vec::new()) };
     static SUMS: Cell<Vec<Line>> = const { Cell::new(Vec::new()) };
 }
 
@@ -112,22 +105,13 @@ pub(crate) fn gemm(cpu: &Cpu, x: TensorRef<'_>, w: &Packed, out: TensorMut<'_>) 
 
 /// The product for the rows of `out`.
 fn pass<X: Lane, O: Lane>(cpu: &Cpu, x: Rows<'_, X>, w: &Packed, out: RowsMut<'_, O>) {
-    #[cfg(target_arch = "x86_64")]
-    if let Some(amx) = kernel::grouped(cpu, w.format(), out.range().len()) {
-        let padded = out.range().len().next_multiple_of(LANES);
-        let each = w.n().div_ceil(LANES).div_ceil(8 * cpu.workers()).next_multiple_of(2).min(TILE_PANELS);
-        return SIXTEENS.with(|kept| {
-            let mut acts = kept.take();
-            quantize_rows(cpu, x, w, out.range(), padded, amx, &mut acts);
-            multiply(cpu, Acts::Sixteens(amx, &acts), w, padded, each, out);
-            kept.set(acts);
-        });
-    }
     let (rows, panels) = (out.range().len(), w.n().div_ceil(LANES));
-    let padded = kernel::padded(rows);
+    let grouped = kernel::is_grouped(cpu, w.format(), rows);
+    let padded = if grouped { rows.next_multiple_of(LANES) } else { kernel::padded(rows) };
     let tiled = kernel::is_tiled(cpu, w.format(), padded);
     // Eight units per worker, so that a late one costs an eighth of its share.
     let each = match (rows, tiled) {
+        _ if grouped => panels.div_ceil(8 * cpu.workers()).next_multiple_of(2).min(TILE_PANELS),
         (..=SEVERAL, _) => panels.div_ceil(8 * cpu.workers()),
         (_, true) => panels.div_ceil(2 * cpu.workers()).min(TILE_PANELS),
         _ => PANELS,
@@ -135,31 +119,31 @@ fn pass<X: Lane, O: Lane>(cpu: &Cpu, x: Rows<'_, X>, w: &Packed, out: RowsMut<'_
     let pairs = tiled && w.format().has_min();
     let mut acts = ACTIVATIONS.take();
     quantize_rows(cpu, x, w, out.range(), padded, pairs, &mut acts);
-    multiply(cpu, Acts::Rows(&acts), w, padded, each, out);
+    multiply(cpu, &acts, w, padded, each, out);
     ACTIVATIONS.set(acts);
 }
 
 /// Quantizes `rows` into `acts`, `[cells, padded rows]`.
-fn quantize_rows<X: Lane, T: Quantized>(
+fn quantize_rows<X: Lane>(
     cpu: &Cpu,
     x: Rows<'_, X>,
     w: &Packed,
     rows: Range<usize>,
     padded: usize,
-    with: T::With,
-    acts: &mut Vec<T>,
+    pairs: bool,
+    acts: &mut Vec<Activations>,
 ) {
     let cells = w.k().div_ceil(SUPER);
-    acts.resize(cells * padded / T::ROWS, T::zeroed());
+    acts.resize(cells * padded, Activations::zeroed());
     // Sixty-four rows to a part: rows of few cells have work for all threads, too.
-    let parts = acts.chunks_exact_mut((padded / T::ROWS).max(1)).enumerate().flat_map(|(s, cell)| {
-        let parts = cell.chunks_mut(64 / T::ROWS).enumerate();
+    let parts = acts.chunks_exact_mut(padded.max(1)).enumerate().flat_map(|(s, cell)| {
+        let parts = cell.chunks_mut(64).enumerate();
         parts.map(move |(i, out)| (s, 64 * i, out))
     });
     let end = rows.end;
-    let quantize = |(s, from, out): (usize, usize, &mut [T])| {
+    let quantize = |(s, from, out): (usize, usize, &mut [Activations])| {
         let rows = (rows.start + from).min(end)..end;
-        cpu.run(Quantize { x, rows, s, format: w.format(), with, out });
+        cpu.run(Quantize { x, rows, s, format: w.format(), pairs, out });
     };
     // A core quantizes 64k elements in some 10 µs.
     if rows.len() * w.k() < 64 << 10 {
@@ -169,16 +153,8 @@ fn quantize_rows<X: Lane, T: Quantized>(
     }
 }
 
-/// Quantized rows, `[cells, padded rows]`.
-#[derive(Clone, Copy)]
-enum Acts<'a> {
-    Rows(&'a [Activations]),
-    #[cfg(target_arch = "x86_64")]
-    Sixteens(Amx, &'a [groups::Sixteen]),
-}
-
-/// The product, `each` panels to a unit of work.
-fn multiply<O: Lane>(cpu: &Cpu, acts: Acts<'_>, w: &Packed, padded: usize, each: usize, out: RowsMut<'_, O>) {
+/// The product with quantized rows, `[cells, padded rows]`, `each` panels to a unit of work.
+fn multiply<O: Lane>(cpu: &Cpu, acts: &[Activations], w: &Packed, padded: usize, each: usize, out: RowsMut<'_, O>) {
     let rows = out.range().len();
     let units = out.split_columns(each * LANES).into_iter().enumerate();
     let work = |(unit, out): (usize, RowsMut<'_, O>)| {
@@ -217,58 +193,35 @@ impl<O: Lane> Kernel for Store<'_, O> {
     }
 }
 
-/// What quantized rows are kept in.
-trait Quantized: Pod + Send {
-    /// Rows of one.
-    const ROWS: usize;
-    /// What it takes to write them.
-    type With: Copy + Send + Sync;
-    /// Writes a row.
-    fn put(&mut self, with: Self::With, row: usize, acts: &Activations);
-}
-
-impl Quantized for Activations {
-    const ROWS: usize = 1;
-    /// Whether sums, those of a format with minima, become two bf16.
-    type With = bool;
-    #[inline(always)]
-    fn put(&mut self, pairs: bool, _: usize, acts: &Activations) {
-        *self = *acts;
-        if pairs {
-            for (j, out) in self.sums.iter_mut().enumerate() {
-                // Up to 12 bits: the first eight, and the rest.
-                let (sum, upper) = (acts.sum(j), acts.sums[j] as u32 & 0xffff_0000);
-                *out = (upper | (sum - f32::from_bits(upper)).to_bits() >> 16) as i32;
-            }
-        }
-    }
-}
-
 /// Quantizes elements `256 * s..` of some rows; zeros for what `out` has beyond them.
-struct Quantize<'a, X, T: Quantized> {
+struct Quantize<'a, X> {
     x: Rows<'a, X>,
     rows: Range<usize>,
     s: usize,
     format: BlockFormat,
-    with: T::With,
-    out: &'a mut [T],
+    /// Whether sums, those of a format with minima, become two bf16.
+    pairs: bool,
+    out: &'a mut [Activations],
 }
 
-impl<X: Lane, T: Quantized> Kernel for Quantize<'_, X, T> {
+impl<X: Lane> Kernel for Quantize<'_, X> {
     type Out = ();
     #[inline(always)]
     fn run<V: Vector>(mut self, v: V) {
-        let (mut wide, mut acts) = ([0f32; SUPER], Activations::zeroed());
-        for i in 0..self.out.len() * T::ROWS {
-            match self.rows.next() {
-                Some(r) => {
-                    let row = &self.x.row(r)[self.s * SUPER..];
-                    widen(v, &row[..row.len().min(SUPER)], &mut wide);
-                    quantize(v, &wide, self.format, &mut acts);
-                }
-                None => acts = Activations::zeroed(),
+        let mut wide = [0f32; SUPER];
+        for out in self.out {
+            let Some(r) = self.rows.next() else {
+                *out = Activations::zeroed();
+                continue;
+            };
+            let row = &self.x.row(r)[self.s * SUPER..];
+            widen(v, &row[..row.len().min(SUPER)], &mut wide);
+            quantize(v, &wide, self.format, out);
+            for sum in out.sums.iter_mut().take(if self.pairs { 16 } else { 0 }) {
+                // Up to 12 bits: the first eight, and the rest.
+                let (whole, upper) = (f32::from_bits(*sum as u32), *sum as u32 & 0xffff_0000);
+                *sum = (upper | (whole - f32::from_bits(upper)).to_bits() >> 16) as i32;
             }
-            self.out[i / T::ROWS].put(self.with, i % T::ROWS, &acts);
         }
     }
 }

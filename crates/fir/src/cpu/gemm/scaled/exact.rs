@@ -54,13 +54,27 @@ pub(super) fn convert<T: Lane>(pairs: Avx512<true>, row: &[T], from: usize, to: 
     let (whole, rest) = bytemuck::cast_slice::<T, u8>(row).as_chunks::<64>();
     let (chunks, end) = to.as_chunks_mut::<64>();
     for (from, to) in whole.iter().zip(&mut *chunks) {
-        pairs.widen_fp8(table, from, to);
+        pairs.widen_fp8(table, from, bytemuck::cast_mut::<_, [[bf16; STEP]; 2]>(to).each_mut());
     }
-    let (mut bytes, mut wide) = ([0; 64], [bf16::ZERO; 64]);
+    let (mut bytes, mut wide) = ([0; 64], [[bf16::ZERO; STEP]; 2]);
     bytes[..rest.len()].copy_from_slice(rest);
     for to in chunks[whole.len()..].iter_mut().map(|to| &mut to[..]).chain([end]) {
-        pairs.widen_fp8(table, &bytes, &mut wide);
-        to.copy_from_slice(&wide[..to.len()]);
+        pairs.widen_fp8(table, &bytes, wide.each_mut());
+        to.copy_from_slice(&wide.as_flattened()[..to.len()]);
         bytes = [0; 64];
+    }
+}
+
+/// Two steps of a row of fp8 from `from` on, zeros after its end.
+#[inline(always)]
+pub(super) fn widen<T: Lane>(pairs: Avx512<true>, row: &[T], from: usize, to: [&mut [bf16; STEP]; 2]) {
+    let table = fp8::<T>().expect("weights are of fp8");
+    let rest = bytemuck::cast_slice::<T, u8>(row).get(from..).unwrap_or_default();
+    if let Some(whole) = rest.first_chunk() {
+        pairs.widen_fp8(table, whole, to);
+    } else {
+        let mut bytes = [0; 64];
+        bytes[..rest.len()].copy_from_slice(rest);
+        pairs.widen_fp8(table, &bytes, to);
     }
 }
