@@ -31,9 +31,9 @@ impl Tiles {
                 )
             };
         }
+        // Were tiles used by others between two calls, sums would be wrong, and memory as safe.
         // SAFETY: tiles of 16 rows of 64 bytes are configured on this thread (`self`); the assertion keeps the rows of `a` inside its
-        // slice, the second tile of `b` begins with its zeros and ends with it, and `before` has two tiles. Were tiles used by others
-        // between two calls, sums would be wrong, and memory as safe.
+        // slice, the second tile of `b` begins with its zeros and ends with it, and `before` has two tiles.
         unsafe {
             match ACC {
                 0 => block!("tmm4", "tmm0", "tmm1"),

@@ -4,7 +4,7 @@
 //! whose first is: the sums of either group, in i32, which [`super::kernel`] has, too. What is left to vectors is a conversion and
 //! a multiply-add for 16 sums, and one more for minima.
 //!
-//! What it costs, measured on two cores of a Xeon of model 207, 32 rows of 4096 x 4096 of Q4_1: 376 µs to unpack the codes (their
+//! What it costs, measured on two cores of a Xeon of model 207 by leaving parts out, 32 rows of 4096 x 4096 of Q4_1: 376 µs to unpack the codes (their
 //! bytes at the speed of memory), 533 for tiles, 268 for vectors, and 1221 for all: a tile instruction keeps one of two vector ports,
 //! and activations come from the second-level cache. To ask for them ahead, or for the next cell's codes, made it no faster. As bf16,
 //! whose sums are f32 when they are stored, codes and activations took twice the room, and the whole 6 to 15 % longer for 48 and 128

@@ -20,26 +20,14 @@ pub(super) fn padded(rows: usize) -> usize {
     }
 }
 
-/// Whether so many rows, [`padded`], of a format with integer scales go through AMX tiles.
+/// Whether so many rows go through AMX tiles: [`padded`] ones do if those that were padded do.
 pub(super) fn is_tiled(cpu: &Cpu, format: BlockFormat, rows: usize) -> bool {
+    let least = if format.elements() == GROUP && format.bits() != (8, 0) { GROUPED } else { TILED };
     #[cfg(target_arch = "x86_64")]
-    return rows >= TILED && format.elements() > GROUP && cpu.amx().is_some();
+    return rows >= least && cpu.amx().is_some();
     #[cfg(not(target_arch = "x86_64"))]
     {
-        let _ = (cpu, format, rows, TILED);
-        false
-    }
-}
-
-/// Whether so many rows of a format with f16 scales go through AMX tiles.
-pub(super) fn is_grouped(cpu: &Cpu, format: BlockFormat, rows: usize) -> bool {
-    #[cfg(target_arch = "x86_64")]
-    return rows >= if format.bits() == (8, 0) { TILED } else { GROUPED }
-        && format.elements() == GROUP
-        && cpu.amx().is_some();
-    #[cfg(not(target_arch = "x86_64"))]
-    {
-        let _ = (cpu, format, rows, GROUPED);
+        let _ = (cpu, rows, least);
         false
     }
 }
@@ -55,7 +43,7 @@ pub(super) fn run(cpu: &Cpu, acts: &[Activations], w: &Packed, first: usize, row
                 rows,
                 sums,
                 #[cfg(target_arch = "x86_64")]
-                amx: cpu.amx(),
+                amx: cpu.amx().filter(|_| is_tiled(cpu, w.format(), rows)),
                 of: PhantomData::<($codes, $scales)>,
             })
         };
@@ -200,6 +188,7 @@ struct Product<'a, C, S> {
     first: usize,
     rows: usize,
     sums: &'a mut [Line],
+    /// If they go through tiles.
     #[cfg(target_arch = "x86_64")]
     amx: Option<Amx>,
     of: PhantomData<(C, S)>,
@@ -213,7 +202,6 @@ impl<C: Codes, S: Scales> IntKernel for Product<'_, C, S> {
         #[cfg(target_arch = "x86_64")]
         if V::TILES
             && !S::INTEGERS
-            && rows >= if C::WIDE { TILED } else { GROUPED }
             && let Some(amx) = self.amx
         {
             return super::groups::run::<V, C, S>(v, amx, acts, w, first, rows, sums);
@@ -235,7 +223,6 @@ impl<C: Codes, S: Scales> IntKernel for Product<'_, C, S> {
         #[cfg(target_arch = "x86_64")]
         if V::TILES
             && S::INTEGERS
-            && rows >= TILED
             && let Some(amx) = self.amx
         {
             return super::tiles::run::<V, C, S>(v, amx, acts, w, first, rows, sums);

@@ -39,10 +39,10 @@ const FEW: usize = 8;
 /// Weights are read once, in their order, as for few; to unpack them into the cache first, for a number of panels in turn,
 /// took twice as long for 16 rows of Q4_1 and Q8_0.
 const SEVERAL: usize = 64;
-/// Rows from which AMX is faster than vectors, for formats with integer scales: it unpacks a panel into twice the bytes.
+/// Rows from which AMX is faster than vectors, for formats with integer scales, a panel of which it unpacks into twice the bytes, and
+/// for codes of eight bits: 40 rows of Q8_0 took 1.27 times as long.
 const TILED: usize = 65;
-/// The same for formats with f16 scales and codes of up to five bits: 32 rows of Q4_1 take as long either way. Of codes of eight bits
-/// 64 do.
+/// The same for the other formats with f16 scales: 32 rows of Q4_1 took 0.85 to 1.15 times as long.
 const GROUPED: usize = 33;
 /// More rows than several are made up to a multiple of this: two tiles of AMX.
 const MANY: usize = 32;
@@ -106,9 +106,9 @@ pub(crate) fn gemm(cpu: &Cpu, x: TensorRef<'_>, w: &Packed, out: TensorMut<'_>) 
 /// The product for the rows of `out`.
 fn pass<X: Lane, O: Lane>(cpu: &Cpu, x: Rows<'_, X>, w: &Packed, out: RowsMut<'_, O>) {
     let (rows, panels) = (out.range().len(), w.n().div_ceil(LANES));
-    let grouped = kernel::is_grouped(cpu, w.format(), rows);
+    let tiled = kernel::is_tiled(cpu, w.format(), rows);
+    let grouped = tiled && w.format().elements() == GROUP;
     let padded = if grouped { rows.next_multiple_of(LANES) } else { kernel::padded(rows) };
-    let tiled = kernel::is_tiled(cpu, w.format(), padded);
     // Eight units per worker, so that a late one costs an eighth of its share.
     let each = match (rows, tiled) {
         _ if grouped => panels.div_ceil(8 * cpu.workers()).next_multiple_of(2).min(TILE_PANELS),
@@ -116,7 +116,7 @@ fn pass<X: Lane, O: Lane>(cpu: &Cpu, x: Rows<'_, X>, w: &Packed, out: RowsMut<'_
         (_, true) => panels.div_ceil(2 * cpu.workers()).min(TILE_PANELS),
         _ => PANELS,
     };
-    let pairs = tiled && w.format().has_min();
+    let pairs = tiled && !grouped && w.format().has_min();
     let mut acts = ACTIVATIONS.take();
     quantize_rows(cpu, x, w, out.range(), padded, pairs, &mut acts);
     multiply(cpu, &acts, w, padded, each, out);

@@ -45,30 +45,28 @@ pub(super) fn fp8<T: Lane>() -> Option<&'static Fp8> {
 /// Fills `to`, whole steps, with the elements of a row from `from` on, zeros after its end. Exact for fp8 and bf16.
 #[inline(always)]
 pub(super) fn convert<T: Lane>(pairs: Avx512<true>, row: &[T], from: usize, to: &mut [bf16]) {
-    let row = &row[from..row.len().min(from + to.len())];
-    let Some(table) = fp8::<T>() else {
+    if fp8::<T>().is_none() {
+        let row = &row[from..row.len().min(from + to.len())];
         to[..row.len()].copy_from_slice(bytemuck::cast_slice(row));
         to[row.len()..].fill(bf16::ZERO);
         return;
-    };
-    let (whole, rest) = bytemuck::cast_slice::<T, u8>(row).as_chunks::<64>();
-    let (chunks, end) = to.as_chunks_mut::<64>();
-    for (from, to) in whole.iter().zip(&mut *chunks) {
-        pairs.widen_fp8(table, from, bytemuck::cast_mut::<_, [[bf16; STEP]; 2]>(to).each_mut());
     }
-    let (mut bytes, mut wide) = ([0; 64], [[bf16::ZERO; STEP]; 2]);
-    bytes[..rest.len()].copy_from_slice(rest);
-    for to in chunks[whole.len()..].iter_mut().map(|to| &mut to[..]).chain([end]) {
-        pairs.widen_fp8(table, &bytes, wide.each_mut());
-        to.copy_from_slice(&wide.as_flattened()[..to.len()]);
-        bytes = [0; 64];
+    let (chunks, end) = to.as_chunks_mut::<{ 2 * STEP }>();
+    let tail = from + chunks.as_flattened().len();
+    for (to, from) in chunks.iter_mut().zip((from..).step_by(2 * STEP)) {
+        widen(pairs, row, from, bytemuck::cast_mut::<_, [[bf16; STEP]; 2]>(to).each_mut());
+    }
+    if !end.is_empty() {
+        let mut wide = [[bf16::ZERO; STEP]; 2];
+        widen(pairs, row, tail, wide.each_mut());
+        end.copy_from_slice(&wide[0]);
     }
 }
 
 /// Two steps of a row of fp8 from `from` on, zeros after its end.
 #[inline(always)]
 pub(super) fn widen<T: Lane>(pairs: Avx512<true>, row: &[T], from: usize, to: [&mut [bf16; STEP]; 2]) {
-    let table = fp8::<T>().expect("weights are of fp8");
+    let table = fp8::<T>().expect("a type of fp8");
     let rest = bytemuck::cast_slice::<T, u8>(row).get(from..).unwrap_or_default();
     if let Some(whole) = rest.first_chunk() {
         pairs.widen_fp8(table, whole, to);

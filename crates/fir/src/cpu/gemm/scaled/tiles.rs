@@ -250,8 +250,8 @@ impl<W: Lane, O: Lane> Unit<'_, W, O> {
     }
 
     /// All rows of `x`, which are few, against 32 weight rows from the unit's row `j` on: two steps of the weights become bf16 beside
-    /// the products of the two before. On two cores of a Xeon of model 207 one row of 58 MB took 3.6 ms with half a strip in turn, and
-    /// takes 2.4 (a plain read: 1.9).
+    /// the products of the two before. On two cores of a Xeon of model 207 one row of 58 MB took 3.6 ms when a strip became
+    /// bf16 before its products, and takes 2.5 (a plain read: 1.9).
     #[inline(always)]
     fn few(&self, v: Avx512, tiles: Tiles, j: usize, space: &mut [bf16], sums: &mut [f32; SUMS]) {
         let (width, steps) = (self.out.row_len(), self.w.row_len().div_ceil(STEP));
