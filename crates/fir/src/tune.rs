@@ -34,7 +34,7 @@ pub fn measure(cpu: &Cpu) -> Result<(Tuning, Vec<Trial>)> {
         let gemms: Vec<_> = sizes([128, 256, 512], [256, 512])
             .map(|(gemm_depth, gemm_block)| Tuning { gemm_depth, gemm_block, ..best })
             .collect();
-        let attentions: Vec<_> = sizes([128, 256, 512], [256, 512])
+        let attentions: Vec<_> = sizes([128, 256, 512], [512, 1024])
             .map(|(attention_span, attention_rows)| Tuning { attention_span, attention_rows, ..best })
             .collect();
         let gemm = fastest("gemm", cpu, gemms, run_gemm, &mut trials)?;

@@ -27,8 +27,8 @@ pub struct Tuning {
 
 impl Default for Tuning {
     fn default() -> Self {
-        // Of a Xeon of model 207: 48 KB and 2 MB of cache.
-        Self { gemm_depth: 256, gemm_block: 512, attention_rows: 512, attention_span: 256 }
+        // Of a Xeon of model 207: 48 KB and 2 MB of cache. With 512 rows attention to 2048 tokens took 1.06 times as long.
+        Self { gemm_depth: 256, gemm_block: 512, attention_rows: 1024, attention_span: 256 }
     }
 }
 

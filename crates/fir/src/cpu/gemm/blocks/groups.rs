@@ -16,14 +16,16 @@ use bytemuck::{Pod, Zeroable};
 
 use super::kernel::{AHEAD, Codes, Scales, each};
 use super::pack::{Cell, GROUP, LANES, Packed, SUPER};
-use super::{Activations, Line};
+use super::{Line, MANY, Strip};
 use crate::cpu::arch::{Amx, Avx512, Left, PAIR, TileKernel, Tiles, prefetch_ahead};
-use crate::cpu::integers::{Integers, PITCH};
+use crate::cpu::integers::Integers;
 
 /// Groups of a cell.
 const GROUPS: usize = SUPER / GROUP;
 /// Pairs of groups, which share a tile of activations.
 const PAIRS: usize = GROUPS / 2;
+/// Bytes of a tile.
+const TILE: usize = 1024;
 /// Panels that a block of rows is multiplied by before the next.
 const AT_ONCE: usize = 2;
 /// Bytes of activations that stay in the second-level cache beside the rest. Those of all cells then do, and weights are
@@ -58,8 +60,8 @@ struct Scratch {
 /// A block: 16 rows of a cell times a panel.
 #[derive(Clone, Copy)]
 struct Block {
-    /// The first of `acts`.
-    acts: usize,
+    /// Which strip of `acts`, and which half of it.
+    acts: (usize, usize),
     codes: usize,
     factors: usize,
     /// Where its sums begin.
@@ -73,12 +75,12 @@ thread_local! {
     static SCRATCH: std::cell::Cell<Vec<Scratch>> = const { std::cell::Cell::new(Vec::new()) };
 }
 
-/// Puts to `sums`, `[panels, rows]`, the product of the panels from `first` on and all rows of `acts`, `[cells, rows]`.
+/// Puts to `sums`, `[panels, rows]`, the product of the panels from `first` on and all rows of `acts`, `[cells, strips]`.
 #[inline(always)]
 pub(super) fn run<V: Integers, C: Codes, S: Scales>(
     v: V,
     amx: Amx,
-    acts: &[Activations],
+    acts: &[Strip],
     w: &Packed,
     first: usize,
     rows: usize,
@@ -92,7 +94,7 @@ pub(super) fn run<V: Integers, C: Codes, S: Scales>(
 
 struct Multiply<'a, V, C, S> {
     v: V,
-    acts: &'a [Activations],
+    acts: &'a [Strip],
     w: &'a Packed,
     first: usize,
     rows: usize,
@@ -128,8 +130,8 @@ impl<V: Integers, C: Codes, S: Scales> TileKernel for Multiply<'_, V, C, S> {
             }
             for r in (0..rows).step_by(LANES) {
                 for (at, p) in now.clone().enumerate() {
-                    let block =
-                        Block { acts: s * rows + r, codes: at, factors: to + at, sums: p * rows + r, first: s == 0 };
+                    let acts = (s * rows.div_ceil(MANY) + r / MANY, r / LANES % 2);
+                    let block = Block { acts, codes: at, factors: to + at, sums: p * rows + r, first: s == 0 };
                     if pairs == PAIRS {
                         pipe.step::<PAIRS>(block, codes, factors);
                     } else {
@@ -174,7 +176,7 @@ fn prepare<V: Integers, C: Codes, S: Scales>(
 struct Pipe<'a, V, S> {
     v: V,
     tiles: Tiles,
-    acts: &'a [Activations],
+    acts: &'a [Strip],
     sums: &'a mut [Line],
     products: &'a mut Products,
     last: Option<Block>,
@@ -187,25 +189,24 @@ impl<V: Integers, S: Scales> Pipe<'_, V, S> {
     #[inline(always)]
     fn step<const N: usize>(&mut self, block: Block, codes: &[Tiled; AT_ONCE], factors: &[Factors]) {
         let (v, last) = (self.v, self.last.unwrap_or(block));
-        let left: &[i8] = bytemuck::cast_slice(&self.acts[block.acts..block.acts + LANES]);
-        let right = &codes[block.codes];
-        let (acts, of) = (&self.acts[last.acts..last.acts + LANES], &factors[last.factors]);
+        let (left, right) = (&self.acts[block.acts.0].codes, &codes[block.codes]);
+        let (acts, of) = (&self.acts[last.acts.0], &factors[last.factors]);
         let mut t = [v.splat_f32(0.0); LANES];
         each!(P in [0 1 2 3] {
             if P < N {
                 let to = &mut self.products[(P + N / 2) % N];
-                let left = Left { data: &left[2 * GROUP * P..], stride: 4 * PITCH };
+                let left = Left { data: &left[P][block.acts.1 * TILE..], stride: 2 * GROUP };
                 let right: &[i8; PAIR] = right[P].as_flattened().try_into().expect("three halves");
                 if P.is_multiple_of(N / 2) {
                     self.tiles.turn_i8::<0>(left, right, to);
                 } else {
                     self.tiles.turn_i8::<1>(left, right, to);
                 }
-                add::<V, S>(v, &mut t, &self.products[P], acts, of, P);
+                add::<V, S>(v, &mut t, &self.products[P], half(&acts.sums, last), of, P);
             }
         });
         if let Some(last) = self.last.replace(block) {
-            finish(v, &t, acts, last.first, &mut self.sums[last.sums..last.sums + LANES]);
+            finish(v, &t, half(&acts.scales, last), last.first, &mut self.sums[last.sums..last.sums + LANES]);
         }
     }
 
@@ -219,13 +220,19 @@ impl<V: Integers, S: Scales> Pipe<'_, V, S> {
         } else {
             self.tiles.end_turn::<0>(&mut self.products[1]);
         }
-        let (acts, of) = (&self.acts[last.acts..last.acts + LANES], &factors[last.factors]);
+        let (acts, of) = (&self.acts[last.acts.0], &factors[last.factors]);
         let mut t = [self.v.splat_f32(0.0); LANES];
         for (p, product) in self.products.iter().enumerate().take(pairs) {
-            add::<V, S>(self.v, &mut t, product, acts, of, p);
+            add::<V, S>(self.v, &mut t, product, half(&acts.sums, last), of, p);
         }
-        finish(self.v, &t, acts, last.first, &mut self.sums[last.sums..last.sums + LANES]);
+        finish(self.v, &t, half(&acts.scales, last), last.first, &mut self.sums[last.sums..last.sums + LANES]);
     }
+}
+
+/// Of a strip's rows those of a block.
+#[inline(always)]
+fn half<T>(of: &[T; MANY], block: Block) -> &[T; LANES] {
+    &of.as_chunks().0[block.acts.1]
 }
 
 /// The f32 steps of a pair of groups.
@@ -234,11 +241,10 @@ fn add<V: Integers, S: Scales>(
     v: V,
     t: &mut [V::F; LANES],
     products: &[[i32; LANES * LANES]; 2],
-    acts: &[Activations],
+    acts: &[[i32; 16]; LANES],
     of: &Factors,
     pair: usize,
 ) {
-    let acts: &[Activations; LANES] = acts.first_chunk().expect("16 rows");
     for (i, product) in products.iter().enumerate() {
         let g = 2 * pair + i;
         let d = v.load(&of.d[g]);
@@ -247,8 +253,8 @@ fn add<V: Integers, S: Scales>(
         }
         if S::MIN {
             let m = v.load(&of.m[g]);
-            for (t, acts) in t.iter_mut().zip(acts) {
-                *t = v.fma(m, v.splat_f32(acts.sum(g)), *t);
+            for (t, sums) in t.iter_mut().zip(acts) {
+                *t = v.fma(m, v.splat_f32(f32::from_bits(sums[g] as u32)), *t);
             }
         }
     }
@@ -256,9 +262,9 @@ fn add<V: Integers, S: Scales>(
 
 /// The step of a cell: `t * scale` to the sums.
 #[inline(always)]
-fn finish<V: Integers>(v: V, t: &[V::F; LANES], acts: &[Activations], first: bool, sums: &mut [Line]) {
-    for ((Line(sum), &t), acts) in sums.iter_mut().zip(t).zip(acts) {
+fn finish<V: Integers>(v: V, t: &[V::F; LANES], scales: &[f32; LANES], first: bool, sums: &mut [Line]) {
+    for ((Line(sum), &t), &scale) in sums.iter_mut().zip(t).zip(scales) {
         let old = if first { v.splat_f32(0.0) } else { v.load(sum) };
-        v.store(v.fma(t, v.splat_f32(acts.scale), old), sum);
+        v.store(v.fma(t, v.splat_f32(scale), old), sum);
     }
 }

@@ -3,7 +3,7 @@
 use std::marker::PhantomData;
 
 use super::pack::{Cell, GROUP, LANES, Packed, SUPER};
-use super::{Activations, FEW, GROUPED, Line, MANY, PANELS, SEVERAL, TILED};
+use super::{Activations, Acts, FEW, GROUPED, Line, MANY, PANELS, SEVERAL, TILED};
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::arch::Amx;
 use crate::cpu::arch::prefetch_ahead;
@@ -33,7 +33,7 @@ pub(super) fn is_tiled(cpu: &Cpu, format: BlockFormat, rows: usize) -> bool {
 }
 
 /// Puts to `sums`, `[panels, rows]`, the product of the panels from `first` on and all rows of `acts`.
-pub(super) fn run(cpu: &Cpu, acts: &[Activations], w: &Packed, first: usize, rows: usize, sums: &mut [Line]) {
+pub(super) fn run(cpu: &Cpu, acts: Acts<'_>, w: &Packed, first: usize, rows: usize, sums: &mut [Line]) {
     macro_rules! go {
         ($codes:ty, $scales:ty) => {
             cpu.run_ints(Product {
@@ -43,7 +43,7 @@ pub(super) fn run(cpu: &Cpu, acts: &[Activations], w: &Packed, first: usize, row
                 rows,
                 sums,
                 #[cfg(target_arch = "x86_64")]
-                amx: cpu.amx().filter(|_| is_tiled(cpu, w.format(), rows)),
+                amx: cpu.amx(),
                 of: PhantomData::<($codes, $scales)>,
             })
         };
@@ -182,13 +182,11 @@ impl<const SUBS: usize, const MIN: bool> Scales for Bytes<SUBS, MIN> {
 }
 
 struct Product<'a, C, S> {
-    /// `[cells, rows]`
-    acts: &'a [Activations],
+    acts: Acts<'a>,
     w: &'a Packed,
     first: usize,
     rows: usize,
     sums: &'a mut [Line],
-    /// If they go through tiles.
     #[cfg(target_arch = "x86_64")]
     amx: Option<Amx>,
     of: PhantomData<(C, S)>,
@@ -201,11 +199,15 @@ impl<C: Codes, S: Scales> IntKernel for Product<'_, C, S> {
         let Self { acts, w, first, rows, sums, .. } = self;
         #[cfg(target_arch = "x86_64")]
         if V::TILES
-            && !S::INTEGERS
-            && let Some(amx) = self.amx
+            && let (Acts::Strips(strips), Some(amx)) = (acts, self.amx)
         {
-            return super::groups::run::<V, C, S>(v, amx, acts, w, first, rows, sums);
+            return if S::INTEGERS {
+                super::tiles::run::<V, C, S>(v, amx, strips, w, first, rows, sums)
+            } else {
+                super::groups::run::<V, C, S>(v, amx, strips, w, first, rows, sums)
+            };
         }
+        let Acts::Rows(acts) = acts else { unreachable!("strips are made where there are tiles") };
         sums.fill(Line([0.0; LANES]));
         let sums: &mut [f32] = bytemuck::cast_slice_mut(sums);
         if rows <= anew::<V>() {
@@ -219,13 +221,6 @@ impl<C: Codes, S: Scales> IntKernel for Product<'_, C, S> {
                 }
             }
             return;
-        }
-        #[cfg(target_arch = "x86_64")]
-        if V::TILES
-            && S::INTEGERS
-            && let Some(amx) = self.amx
-        {
-            return super::tiles::run::<V, C, S>(v, amx, acts, w, first, rows, sums);
         }
         let mut plain = [Unpacked([0; 4 * LANES * SUPER / 4]); PANELS];
         for (turn, sums) in sums.chunks_mut(PANELS * rows * LANES).enumerate() {

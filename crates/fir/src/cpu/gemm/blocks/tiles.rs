@@ -11,17 +11,16 @@
 //! port instead of two: 8 × 16 = 128 beside 16 × 5 = 80 of vectors, or 96. At one product for each byte of weight there would
 //! be four instructions, 64 cycles.
 //!
-//! Rows' activations come from the second-level cache, and nothing asks for them ahead: doing so took 20 % longer, as lines
-//! that are waited for keep tiles' own loads waiting.
+//! Rows' activations come from the second-level cache, tile by tile ([`Strip`]).
 
 use std::marker::PhantomData;
 use std::ops::Range;
 
 use super::kernel::{Codes, Scales};
 use super::pack::{Cell, LANES, Packed, SUPER};
-use super::{Activations, MANY as ROWS};
+use super::{Line, MANY as ROWS, Strip};
 use crate::cpu::arch::{Amx, Avx512, Left, Right, TileKernel, Tiles};
-use crate::cpu::integers::{Integers, PITCH};
+use crate::cpu::integers::Integers;
 
 /// Panels against which all rows are multiplied in turn: 16 KB of tiles, in the first-level cache beside the rows' 8 KB
 /// and the sums of two products.
@@ -44,22 +43,24 @@ struct Prepared<'a> {
     minima: Aligned<[[u32; LANES]; 16]>,
 }
 
-/// Adds to `sums`, `[panels, rows, 16]`, the product of the panels from `first` on and all rows of `acts`.
+/// Puts to `sums`, `[panels, rows]`, the product of the panels from `first` on and all rows of `acts`, `[cells, strips]`.
 #[inline(always)]
 pub(super) fn run<V: Integers, C: Codes, S: Scales>(
     v: V,
     amx: Amx,
-    acts: &[Activations],
+    acts: &[Strip],
     w: &Packed,
     first: usize,
     rows: usize,
-    sums: &mut [f32],
+    sums: &mut [Line],
 ) {
+    sums.fill(Line([0.0; LANES]));
+    let sums: &mut [f32] = bytemuck::cast_slice_mut(sums);
     // What a cell leaves of the last one's tiles, fewer groups than it had, is not looked at.
     let cell = Cell { groups: 0, codes: &[], scales: &[], shared: &[] };
     let (right, minima) = (Aligned([0; 8 * TILE]), Aligned([[0; LANES]; 16]));
     let mut prepared = [Prepared { cell, right, minima }; AT_ONCE];
-    for (s, acts) in acts.chunks_exact(rows).enumerate() {
+    for (s, acts) in acts.chunks_exact(rows / ROWS).enumerate() {
         for (group, sums) in sums.chunks_mut(AT_ONCE * rows * LANES).enumerate() {
             let prepared = &mut prepared[..sums.len() / (rows * LANES)];
             for (p, out) in prepared.iter_mut().enumerate() {
@@ -102,7 +103,7 @@ fn prepare<V: Integers, C: Codes, S: Scales>(v: V, offset: u8, out: &mut Prepare
 /// Some panels' cells times all rows.
 struct Multiply<'a, V: Integers, S> {
     v: V,
-    acts: &'a [Activations],
+    acts: &'a [Strip],
     prepared: &'a [Prepared<'a>],
     sums: &'a mut [f32],
     of: PhantomData<S>,
@@ -113,15 +114,14 @@ impl<V: Integers, S: Scales> TileKernel for Multiply<'_, V, S> {
     #[inline(always)]
     fn run(self, _: Avx512, tiles: Tiles) {
         let Self { v, acts, prepared, sums, .. } = self;
-        let rows = acts.len();
+        let rows = acts.len() * ROWS;
         let mut product = Aligned([0i32; SUMS]);
         let mut minima = Aligned([0f32; ROWS * LANES]);
         let mut last: Option<(usize, usize)> = None;
-        for r in (0..rows).step_by(ROWS) {
-            let data: &[i8] = bytemuck::cast_slice(&acts[r..r + ROWS]);
+        for (r, strip) in acts.iter().enumerate() {
             for (p, cell) in prepared.iter().enumerate() {
                 for step in 0..SUPER / 64 {
-                    let left = Left { data: &data[64 * step..], stride: 4 * PITCH };
+                    let left = Left { data: &strip.codes[step], stride: 64 };
                     // Low and high, a step of four.
                     let right = Right { data: &cell.right.0[step * TILE..], stride: 4 * TILE };
                     match step {
@@ -130,13 +130,13 @@ impl<V: Integers, S: Scales> TileKernel for Multiply<'_, V, S> {
                     }
                     // The cell before, a quarter of its rows beside each step.
                     if let Some((p, r)) = last {
-                        let at = (p * rows + r) * LANES;
-                        let (acts, sums) = (&acts[r..r + ROWS], &mut sums[at..at + ROWS * LANES]);
-                        finish::<V, S>(v, &product.0, &minima.0, 8 * step..8 * step + 8, &prepared[p], acts, sums);
+                        let at = (p * rows + r * ROWS) * LANES;
+                        let (scales, sums) = (&acts[r].scales, &mut sums[at..at + ROWS * LANES]);
+                        finish::<V, S>(v, &product.0, &minima.0, 8 * step..8 * step + 8, &prepared[p], scales, sums);
                     }
                 }
                 if S::MIN {
-                    let sums = Left { data: &data[SUPER..], stride: 4 * PITCH };
+                    let sums = Left { data: bytemuck::cast_slice(&strip.sums), stride: 64 };
                     tiles.product_pairs(sums, &cell.minima.0, &mut minima.0);
                 }
                 last = Some((p, r));
@@ -144,9 +144,9 @@ impl<V: Integers, S: Scales> TileKernel for Multiply<'_, V, S> {
         }
         if let Some((p, r)) = last {
             tiles.end(&mut product.0);
-            let at = (p * rows + r) * LANES;
+            let at = (p * rows + r * ROWS) * LANES;
             let sums = &mut sums[at..at + ROWS * LANES];
-            finish::<V, S>(v, &product.0, &minima.0, 0..ROWS, &prepared[p], &acts[r..r + ROWS], sums);
+            finish::<V, S>(v, &product.0, &minima.0, 0..ROWS, &prepared[p], &acts[r].scales, sums);
         }
     }
 }
@@ -159,7 +159,7 @@ fn finish<V: Integers, S: Scales>(
     minima: &[f32; ROWS * LANES],
     rows: Range<usize>,
     of: &Prepared<'_>,
-    acts: &[Activations],
+    scales: &[f32; ROWS],
     sums: &mut [f32],
 ) {
     let shared = of.cell.shared;
@@ -168,12 +168,12 @@ fn finish<V: Integers, S: Scales>(
     let product = product[rows.start * 2 * LANES..rows.end * 2 * LANES].chunks_exact(2 * LANES);
     let sums = sums[rows.start * LANES..rows.end * LANES].chunks_exact_mut(LANES);
     let minima = minima[rows.start * LANES..rows.end * LANES].chunks_exact(LANES);
-    for (((row, minima), acts), sum) in product.zip(minima).zip(&acts[rows]).zip(sums) {
+    for (((row, minima), &scale), sum) in product.zip(minima).zip(&scales[rows]).zip(sums) {
         let whole = v.mul_add(v.load_i32(&row[LANES..]), v.splat(256), v.load_i32(row));
         let mut t = v.mul(d, v.float(whole));
         if S::MIN {
             t = v.fnma(m, v.load(minima), t);
         }
-        v.store(v.fma(t, v.splat_f32(acts.scale), v.load(sum)), sum);
+        v.store(v.fma(t, v.splat_f32(scale), v.load(sum)), sum);
     }
 }
