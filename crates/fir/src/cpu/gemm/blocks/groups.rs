@@ -24,8 +24,6 @@ use crate::cpu::integers::Integers;
 const GROUPS: usize = SUPER / GROUP;
 /// Pairs of groups, which share a tile of activations.
 const PAIRS: usize = GROUPS / 2;
-/// Bytes of a tile.
-const TILE: usize = 1024;
 /// Panels that a block of rows is multiplied by before the next.
 const AT_ONCE: usize = 2;
 /// Bytes of activations that stay in the second-level cache beside the rest. Those of all cells then do, and weights are
@@ -195,7 +193,7 @@ impl<V: Integers, S: Scales> Pipe<'_, V, S> {
         each!(P in [0 1 2 3] {
             if P < N {
                 let to = &mut self.products[(P + N / 2) % N];
-                let left = Left { data: &left[P][block.acts.1 * TILE..], stride: 2 * GROUP };
+                let left = Left { data: half(&left[P], block).as_flattened(), stride: 2 * GROUP };
                 let right: &[i8; PAIR] = right[P].as_flattened().try_into().expect("three halves");
                 if P.is_multiple_of(N / 2) {
                     self.tiles.turn_i8::<0>(left, right, to);

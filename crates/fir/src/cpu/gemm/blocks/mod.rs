@@ -95,7 +95,7 @@ const _: () = assert!(size_of::<Activations>() == 4 * PITCH);
 #[repr(C, align(64))]
 struct Strip {
     /// For every 64 elements two tiles, of 16 rows each.
-    codes: [[i8; 64 * MANY]; SUPER / 64],
+    codes: [[[i8; 64]; MANY]; SUPER / 64],
     /// Two tiles.
     sums: [[i32; 16]; MANY],
     scales: [f32; MANY],
@@ -129,7 +129,7 @@ impl Quantized for Strip {
     fn put(&mut self, row: usize, acts: &Activations) {
         let codes: &[i8] = bytemuck::cast_slice(&acts.words);
         for (tiles, codes) in self.codes.iter_mut().zip(codes.as_chunks::<64>().0) {
-            tiles.as_chunks_mut::<64>().0[row] = *codes;
+            tiles[row] = *codes;
         }
         (self.sums[row], self.scales[row]) = (acts.sums, acts.scale);
     }
@@ -163,15 +163,14 @@ fn pass<X: Lane, O: Lane>(cpu: &Cpu, x: Rows<'_, X>, w: &Packed, out: RowsMut<'_
         (_, true) => panels.div_ceil(2 * cpu.workers()).min(TILE_PANELS),
         _ => PANELS,
     };
-    let rows = out.range();
     if tiled {
         let mut strips = STRIPS.take();
-        quantize_rows(cpu, x, w, rows, padded, !grouped && w.format().has_min(), &mut strips);
+        quantize_rows(cpu, x, w, out.range(), padded, !grouped && w.format().has_min(), &mut strips);
         multiply(cpu, Acts::Strips(&strips), w, padded, each, out);
         STRIPS.set(strips);
     } else {
         let mut acts = ACTIVATIONS.take();
-        quantize_rows(cpu, x, w, rows, padded, false, &mut acts);
+        quantize_rows(cpu, x, w, out.range(), padded, false, &mut acts);
         multiply(cpu, Acts::Rows(&acts), w, padded, each, out);
         ACTIVATIONS.set(acts);
     }

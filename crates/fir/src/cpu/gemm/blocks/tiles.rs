@@ -121,7 +121,7 @@ impl<V: Integers, S: Scales> TileKernel for Multiply<'_, V, S> {
         for (r, strip) in acts.iter().enumerate() {
             for (p, cell) in prepared.iter().enumerate() {
                 for step in 0..SUPER / 64 {
-                    let left = Left { data: &strip.codes[step], stride: 64 };
+                    let left = Left { data: strip.codes[step].as_flattened(), stride: 64 };
                     // Low and high, a step of four.
                     let right = Right { data: &cell.right.0[step * TILE..], stride: 4 * TILE };
                     match step {
