@@ -6,6 +6,7 @@
 //!   that it must do at the least, and a few numbers of the result, which the other side's have to equal.
 //! * `sample MS` repeats it for so many milliseconds: the seconds of the fastest call.
 //! * `ceilings` measures those once.
+//! * `issued`: how many instructions per second the threads are given, by which one knows a neighbour.
 //!
 //! Inputs are numbers that both sides make from their places alone ([`number`]). Without `--serve` a small case of
 //! every kind runs once.
@@ -24,7 +25,7 @@ use fir::sampling::{self, Draw, Filters, RngState};
 use fir::tensor::{Block, Scaled};
 use fir::variant::{self, Params};
 use fir::{DType, Exec, Tensor, TensorRef, gemm, norm};
-use support::ceilings::Ceilings;
+use support::ceilings::{Ceilings, issued};
 use support::{Work, blocks};
 
 /// An operator with its inputs.
@@ -98,6 +99,7 @@ fn serve(exec: &Exec, quick: bool) {
                     r.read, r.copy, r.fma, r.amx_bf16, r.amx_int8
                 );
             }
+            "issued" => println!("{{\"issued\": {:e}}}", issued(exec.workers())),
             _ => println!("{{\"error\": {:?}}}", format!("no command {command:?}")),
         }
     }

@@ -121,6 +121,8 @@ struct Row {
     /// Medians of the ratios to the ceiling beside a sample, and to torch's sample beside it.
     share: Option<f64>,
     times: Option<f64>,
+    /// Samples without a neighbour, and all.
+    quiet: [usize; 2],
     target: Target,
 }
 
@@ -167,15 +169,16 @@ pub(crate) fn run(filter: Option<&str>, quick: bool, update: bool) -> Result<()>
 const INTRODUCTION: &str = "\
 Times are of the fastest call, `rate` and `ceiling` the best of the case. `fir is` and `share` are medians: of torch's \
 time over\nours, sample by sample, and of a sample's rate over the ceiling named in the target, measured right before and \
-after it.\nRates are over the bytes or operations that a case must do at the least. Caches are paged for fir (16 \
+after it;\nof `quiet` samples, if there are three: those before and after which the threads were given as many instructions per \
+second as ever, but for\na fifth. Rates are over the bytes or operations that a case must do at the least. Caches are paged for fir (16 \
 tokens, 64 for\nmla) and contiguous for torch, whose attention is `scaled_dot_product_attention`; its top-p is sort, sum \
 and draw.\nBeside products with fp8 or block formats torch's is the one in bf16, and its mixture of experts is a loop over \
 them.\n";
 
 fn table(rows: &[Row]) -> String {
     let mut out = String::from(
-        "| case | fir, µs | torch, µs | fir is | rate | ceiling | share | target | met |\n\
-         |---|--:|--:|--:|--:|--:|--:|---|---|\n",
+        "| case | fir, µs | torch, µs | fir is | rate | ceiling | share | quiet | target | met |\n\
+         |---|--:|--:|--:|--:|--:|--:|--:|---|---|\n",
     );
     for row in rows {
         let _ = writeln!(out, "| {} |", row.cells().join(" | "));
@@ -184,7 +187,7 @@ fn table(rows: &[Row]) -> String {
 }
 
 impl Row {
-    fn cells(&self) -> [String; 9] {
+    fn cells(&self) -> [String; 10] {
         let (target, met) = self.target.verdict(self.share, self.times);
         let or_none = |x: Option<String>| x.unwrap_or_else(|| "-".into());
         [
@@ -195,16 +198,17 @@ impl Row {
             self.rate.clone(),
             if self.ceiling > 0.0 { format!("{:.1}", self.ceiling / 1e9) } else { "-".into() },
             or_none(self.share.map(|s| format!("{:.0} %", 100.0 * s))),
+            format!("{} of {}", self.quiet[0], self.quiet[1]),
             target,
             or_none(met.map(|met| if met { "yes" } else { "no" }.into())),
         ]
     }
 
     fn text(&self) -> String {
-        let [id, ours, theirs, times, rate, ceiling, share, target, met] = self.cells();
+        let [id, ours, theirs, times, rate, ceiling, share, quiet, target, met] = self.cells();
         format!(
-            "{id:<40} {ours:>10} µs, torch {theirs:>10} µs: {times:>9}  {rate:>15} of {ceiling:>7}: {share:>5} \
-             (target {target}: {met})"
+            "{id:<40} {ours:>10} µs, torch {theirs:>10} µs: {times:>9}  {rate:>15} of {ceiling:>7}: {share:>5}, \
+             {quiet} quiet (target {target}: {met})"
         )
     }
 }
@@ -232,24 +236,37 @@ fn measured(id: &str, target: Target, ours: &mut Side, theirs: Option<&mut Side>
     let (name, unit) = target.ceiling();
     let amount = number(&case, unit)?;
     let (mut own, mut other, mut ceilings) = (vec![], vec![], vec![number(&ours.ask("ceilings")?, name)?]);
+    // Instructions given to the threads before and after a sample, and after torch's beside it.
+    let mut issued: Vec<[f64; 3]> = vec![];
     let sample = if quick { "sample 20" } else { "sample 60" };
     let mut rounds = if quick { 3 } else { 9 };
+    // Three times as many at most, for as many quiet ones.
+    let mut more = 2 * rounds;
     while rounds > 0 {
         rounds -= 1;
+        let before = number(&ours.ask("issued")?, "issued")?;
         own.push(number(&ours.ask(sample)?, "seconds")?);
+        let after = number(&ours.ask("issued")?, "issued")?;
         ceilings.push(number(&ours.ask("ceilings")?, name)?);
         if let Some(side) = &mut theirs {
             other.push(number(&side.ask(sample)?, "seconds")?);
         }
+        issued.push([before, after, number(&ours.ask("issued")?, "issued")?]);
         // A call of a second is long enough to be taken a few times only.
         if own.iter().chain(&other).any(|&seconds| seconds > 0.5) {
-            rounds = rounds.min(2);
+            (rounds, more) = (rounds.min(2), 0);
+        }
+        if more > 0 && !quiet(&issued, 2)[own.len() - 1] {
+            (rounds, more) = (rounds + 1, more - 1);
         }
     }
     // A neighbour on the same core halves everything for seconds: so each sample with the ceilings right before and after.
     let beside = ceilings.windows(2).map(|two| f64::midpoint(two[0], two[1]));
-    let share = median(own.iter().zip(beside).map(|(seconds, ceiling)| amount / seconds / ceiling).collect());
-    let times = median(other.iter().zip(&own).map(|(theirs, ours)| theirs / ours).collect());
+    let share = own.iter().zip(beside).map(|(seconds, ceiling)| amount / seconds / ceiling);
+    let share = median(among(share.collect(), &quiet(&issued, 2)));
+    let times = other.iter().zip(&own).map(|(theirs, ours)| theirs / ours);
+    let times = median(among(times.collect(), &quiet(&issued, 3)));
+    let counted = quiet(&issued, 2).iter().filter(|&&quiet| quiet).count();
     let least = |all: &[f64]| all.iter().copied().fold(f64::INFINITY, f64::min);
     let ceiling = ceilings.iter().copied().fold(0.0, f64::max);
     Ok(Row {
@@ -260,8 +277,21 @@ fn measured(id: &str, target: Target, ours: &mut Side, theirs: Option<&mut Side>
         rate: format!("{:.1} {}", amount / least(&own) / 1e9, if unit == "bytes" { "GB/s" } else { "GFLOP/s" }),
         ceiling,
         share: share.filter(|_| ceiling > 0.0),
+        quiet: [counted, own.len()],
         target,
     })
+}
+
+/// Of samples, by the first `n` numbers of each, which had no neighbour: as many instructions as the best, but for a fifth.
+fn quiet(issued: &[[f64; 3]], n: usize) -> Vec<bool> {
+    let best = issued.as_flattened().iter().copied().fold(0.0, f64::max);
+    issued.iter().map(|sample| sample[..n].iter().all(|&issued| issued >= 0.8 * best)).collect()
+}
+
+/// The quiet ones, if there are three or more; else all.
+fn among(all: Vec<f64>, quiet: &[bool]) -> Vec<f64> {
+    let some: Vec<f64> = all.iter().zip(quiet).filter_map(|(&x, &quiet)| quiet.then_some(x)).collect();
+    if some.len() < 3 { all } else { some }
 }
 
 fn median(mut all: Vec<f64>) -> Option<f64> {
@@ -431,6 +461,18 @@ mod tests {
     }
 
     #[test]
+    fn samples_beside_a_neighbour_are_left_out_unless_few_remain() {
+        let issued = [[10.0, 9.0, 5.0], [10.0, 5.0, 9.0], [9.0, 8.0, 8.5], [8.1, 9.9, 10.0]];
+        assert_eq!(quiet(&issued, 2), [true, false, true, true]);
+        assert_eq!(quiet(&issued, 3), [false, false, true, true]);
+        let all = vec![1.0, 2.0, 3.0, 4.0];
+        assert_eq!(among(all.clone(), &quiet(&issued, 2)), [1.0, 3.0, 4.0]);
+        assert_eq!(among(all.clone(), &quiet(&issued, 3)), all);
+        // Not measured: all count.
+        assert_eq!(quiet(&[[0.0; 3]; 2], 3), [true; 2]);
+    }
+
+    #[test]
     fn rows_show_what_was_measured() {
         let row = Row {
             id: "gemm/f32/m1".into(),
@@ -440,9 +482,11 @@ mod tests {
             ceiling: 40e9,
             share: Some(0.5),
             times: Some(2.0),
+            quiet: [7, 12],
             target: Target::Read(0.85),
         };
-        let shown = "| `gemm/f32/m1` | 1000 | 2000 | 2.00 × | 20.0 GB/s | 40.0 | 50 % | 85 % of read | no |\n";
+        let shown =
+            "| `gemm/f32/m1` | 1000 | 2000 | 2.00 × | 20.0 GB/s | 40.0 | 50 % | 7 of 12 | 85 % of read | no |\n";
         assert!(table(&[row]).ends_with(shown));
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! Each side is a process that answers a case by tokens per second (`crates/fir-engine/examples/speed.rs`, `benches/llama.py`
 //! beside it). Samples alternate, so that what else happens on the machine happens to both; ratios are medians of those of
-//! neighbours in time. All of it once more beside processes that keep every core busy.
+//! neighbours in time. All of it once more beside processes that keep every core busy, unless `--alone`.
 
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
@@ -25,7 +25,14 @@ const CASES: [(&str, f64); 7] = [
 /// Of our own quiet speed, what should be left beside a busy neighbour.
 const BESIDE: f64 = 0.4;
 
-pub(crate) fn run(python: &str, model: Option<&str>, threads: usize, rounds: usize, filter: &str) -> Result<()> {
+pub(crate) fn run(
+    python: &str,
+    model: Option<&str>,
+    threads: usize,
+    rounds: usize,
+    alone: bool,
+    filter: &str,
+) -> Result<()> {
     let cases: Vec<_> = CASES.into_iter().filter(|(case, _)| case.contains(filter)).collect();
     let fetched;
     let model = match model {
@@ -49,6 +56,9 @@ pub(crate) fn run(python: &str, model: Option<&str>, threads: usize, rounds: usi
     let (mut ours, mut theirs) = (Side::start(ours)?, Side::start(theirs)?);
     println!("{model}, {threads} threads, {rounds} rounds\n");
     let quiet = table("alone", &cases, &mut ours, &mut theirs, rounds)?;
+    if alone {
+        return Ok(());
+    }
     let neighbours = Neighbours::start(python, threads)?;
     let busy = table("beside busy neighbours", &cases, &mut ours, &mut theirs, rounds)?;
     drop(neighbours);

@@ -58,6 +58,9 @@ enum Command {
         /// Samples of each case.
         #[arg(long, default_value_t = 7)]
         rounds: usize,
+        /// Leaves out the half beside busy processes.
+        #[arg(long)]
+        alone: bool,
         /// Part of the cases' names, such as `x16`.
         #[arg(long, default_value = "")]
         cases: String,
@@ -119,8 +122,8 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Deny => deny::run(true),
         Command::Bench { op, update } => bench::run(op.as_deref(), update),
         Command::BenchCpu { filter, quick, update } => bench_cpu::run(filter.as_deref(), quick, update),
-        Command::BenchLlama { python, model, threads, rounds, cases } => {
-            bench_llama::run(&python, model.as_deref(), threads, rounds, &cases)
+        Command::BenchLlama { python, model, threads, rounds, alone, cases } => {
+            bench_llama::run(&python, model.as_deref(), threads, rounds, alone, &cases)
         }
         Command::Server { live } => server::run(live),
         Command::Fuzz { minutes } => nightly::fuzz(minutes),

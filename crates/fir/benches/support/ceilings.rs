@@ -93,6 +93,31 @@ impl Ceilings {
     }
 }
 
+/// Instructions per second, of the simplest, that the slowest of so many threads is given: half as many while a neighbour has the
+/// other thread of its core. In 0.1 ms; 0 where it is not known how.
+pub(crate) fn issued(threads: usize) -> f64 {
+    #[cfg(target_arch = "x86_64")]
+    {
+        const ROUNDS: usize = 20_000;
+        let nops = |mut rounds: usize| {
+            // SAFETY: it counts a register down.
+            unsafe {
+                std::arch::asm!(
+                    "2:", ".rept 64", "nop", ".endr", "dec {0}", "jnz 2b",
+                    inout(reg) rounds, options(nostack, nomem)
+                );
+            }
+            black_box(rounds);
+        };
+        (64 * ROUNDS) as f64 / together(vec![ROUNDS; threads], nops)
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    {
+        let _ = threads;
+        0.0
+    }
+}
+
 /// Runs the parts on a thread each, from one moment on; the seconds of the slowest.
 fn together<P: Send>(parts: Vec<P>, run: impl Fn(P) + Sync) -> f64 {
     let (ready, run) = (Barrier::new(parts.len()), &run);

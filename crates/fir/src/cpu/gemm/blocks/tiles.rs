@@ -54,7 +54,6 @@ pub(super) fn run<V: Integers, C: Codes, S: Scales>(
     rows: usize,
     sums: &mut [Line],
 ) {
-    sums.fill(Line([0.0; LANES]));
     let sums: &mut [f32] = bytemuck::cast_slice_mut(sums);
     // What a cell leaves of the last one's tiles, fewer groups than it had, is not looked at.
     let cell = Cell { groups: 0, codes: &[], scales: &[], shared: &[] };
@@ -67,7 +66,7 @@ pub(super) fn run<V: Integers, C: Codes, S: Scales>(
                 out.cell = w.cell(w.panel(first + group * AT_ONCE + p), s);
                 prepare::<V, C, S>(v, w.format().offset() as u8, out);
             }
-            amx.run(Multiply { v, acts, prepared, sums, of: PhantomData::<S> });
+            amx.run(Multiply { v, acts, prepared, sums, first: s == 0, of: PhantomData::<S> });
         }
     }
 }
@@ -106,6 +105,8 @@ struct Multiply<'a, V: Integers, S> {
     acts: &'a [Strip],
     prepared: &'a [Prepared<'a>],
     sums: &'a mut [f32],
+    /// Whether nothing was added to them.
+    first: bool,
     of: PhantomData<S>,
 }
 
@@ -113,7 +114,7 @@ impl<V: Integers, S: Scales> TileKernel for Multiply<'_, V, S> {
     type Out = ();
     #[inline(always)]
     fn run(self, _: Avx512, tiles: Tiles) {
-        let Self { v, acts, prepared, sums, .. } = self;
+        let Self { v, acts, prepared, sums, first, .. } = self;
         let rows = acts.len() * ROWS;
         let mut product = Aligned([0i32; SUMS]);
         let mut minima = Aligned([0f32; ROWS * LANES]);
@@ -132,7 +133,8 @@ impl<V: Integers, S: Scales> TileKernel for Multiply<'_, V, S> {
                     if let Some((p, r)) = last {
                         let at = (p * rows + r * ROWS) * LANES;
                         let (scales, sums) = (&acts[r].scales, &mut sums[at..at + ROWS * LANES]);
-                        finish::<V, S>(v, &product.0, &minima.0, 8 * step..8 * step + 8, &prepared[p], scales, sums);
+                        let rows = 8 * step..8 * step + 8;
+                        finish::<V, S>(v, &product.0, &minima.0, rows, &prepared[p], scales, first, sums);
                     }
                 }
                 if S::MIN {
@@ -146,12 +148,13 @@ impl<V: Integers, S: Scales> TileKernel for Multiply<'_, V, S> {
             tiles.end(&mut product.0);
             let at = (p * rows + r * ROWS) * LANES;
             let sums = &mut sums[at..at + ROWS * LANES];
-            finish::<V, S>(v, &product.0, &minima.0, 0..ROWS, &prepared[p], &acts[r].scales, sums);
+            finish::<V, S>(v, &product.0, &minima.0, 0..ROWS, &prepared[p], &acts[r].scales, first, sums);
         }
     }
 }
 
 /// The f32 steps on a cell's integers, for some of its rows.
+#[expect(clippy::too_many_arguments, reason = "two call sites")]
 #[inline(always)]
 fn finish<V: Integers, S: Scales>(
     v: V,
@@ -160,6 +163,7 @@ fn finish<V: Integers, S: Scales>(
     rows: Range<usize>,
     of: &Prepared<'_>,
     scales: &[f32; ROWS],
+    first: bool,
     sums: &mut [f32],
 ) {
     let shared = of.cell.shared;
@@ -174,6 +178,7 @@ fn finish<V: Integers, S: Scales>(
         if S::MIN {
             t = v.fnma(m, v.load(minima), t);
         }
-        v.store(v.fma(t, v.splat_f32(scale), v.load(sum)), sum);
+        let old = if first { v.splat_f32(0.0) } else { v.load(sum) };
+        v.store(v.fma(t, v.splat_f32(scale), old), sum);
     }
 }
