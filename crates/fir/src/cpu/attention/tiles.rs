@@ -10,8 +10,8 @@ use std::ops::Range;
 
 use super::pipe::Pipe;
 use super::{
-    Item, Launch, Operand, Registers, Shape, Sink, State, ask_row, block_of, ctx_of, end_row, locate, see, start_state,
-    tokens_of,
+    Item, Launch, Operand, Registers, Shape, Sink, State, ask_row, block_of, end_row, locate, row_ctx, see,
+    start_state, tokens_of,
 };
 use crate::cpu::arch::{Avx512, TILE, TileKernel, Tiles, prefetch_at};
 use crate::cpu::pool::RowsOnce;
@@ -144,25 +144,15 @@ impl TileKernel for TileItem<'_, '_> {
             for (row, state) in states[..per_head].iter_mut().enumerate() {
                 let mut tile = (row / 16 * (dq / STEP)) * TILE + row % 16 * STEP;
                 for (part, _) in launch.q {
-                    if row + Q_AHEAD < per_head
-                        && let Some(row) = part.bf16_row(place(row + Q_AHEAD))
-                    {
+                    if let Some(row) = part.bf16_row(place((row + Q_AHEAD).min(per_head - 1))) {
                         prefetch_at(row.as_ptr(), row.len());
                     }
-                    let x = match part.bf16_row(place(row)) {
-                        Some(row) => row,
-                        None => {
-                            part.copy_bf16(v, place(row), b.wide, &mut b.step[..part.dim()]);
-                            &b.step[..part.dim()]
-                        }
-                    };
-                    for x in x.as_chunks::<STEP>().0 {
+                    for x in row_of(v, part, place(row), b.wide, b.step).as_chunks::<STEP>().0 {
                         *b.q[tile..].first_chunk_mut().expect("a row of a tile") = *x;
                         tile += TILE;
                     }
                 }
-                let [_, token, qo_head] = place(row);
-                *state = start_state(launch, item, &ctx_of(launch, token, qo_head), regs);
+                *state = start_state(launch, item, &row_ctx(launch, item, head, row), regs);
             }
             let outputs = b.outputs();
             b.sums[outputs..].fill(0.0);
@@ -258,16 +248,18 @@ fn rows_of<'a>(
 ) -> [&'a [bf16]; STEP] {
     static ZEROS: [bf16; 512] = [bf16::ZERO; 512];
     let mut rows = [&ZEROS[..]; STEP];
-    let mut copies = step.chunks_exact_mut(part.dim());
-    for (row, &[a, b]) in rows.iter_mut().zip(at) {
-        *row = match part.bf16_row([a, b, head as usize]) {
-            Some(row) => row,
-            None => {
-                let copy = copies.next().expect("a step of rows");
-                part.copy_bf16(v, [a, b, head as usize], wide, copy);
-                copy
-            }
-        };
+    for ((row, &[a, b]), copy) in rows.iter_mut().zip(at).zip(step.chunks_exact_mut(part.dim())) {
+        *row = row_of(v, part, [a, b, head as usize], wide, copy);
     }
     rows
+}
+
+/// A row as bf16, where it lies or in `copy`.
+#[inline(always)]
+fn row_of<'a>(v: Avx512, of: &Operand<'a>, at: [usize; 3], wide: &mut [f32], copy: &'a mut [bf16]) -> &'a [bf16] {
+    if let Some(row) = of.bf16_row(at) {
+        return row;
+    }
+    of.copy_bf16(v, at, wide, &mut copy[..of.dim()]);
+    &copy[..of.dim()]
 }

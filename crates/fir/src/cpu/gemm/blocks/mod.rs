@@ -153,7 +153,7 @@ pub(crate) fn gemm(cpu: &Cpu, x: TensorRef<'_>, w: &Packed, out: TensorMut<'_>) 
 /// The product for the rows of `out`.
 fn pass<X: Lane, O: Lane>(cpu: &Cpu, x: Rows<'_, X>, w: &Packed, out: RowsMut<'_, O>) {
     let (rows, panels) = (out.range().len(), w.n().div_ceil(LANES));
-    let tiled = kernel::is_tiled(cpu, w.format(), rows);
+    let tiled = w.k() > 0 && kernel::is_tiled(cpu, w.format(), rows); // Their sums begin with the first cell.
     let grouped = tiled && w.format().elements() == GROUP;
     let padded = if grouped { rows.next_multiple_of(LANES) } else { kernel::padded(rows) };
     // Eight units per worker, so that a late one costs an eighth of its share.

@@ -38,6 +38,8 @@ struct Aligned<T>(T);
 #[derive(Clone, Copy)]
 struct Prepared<'a> {
     cell: Cell<'a>,
+    /// Whether it is a row's first, and sums begin with it.
+    first: bool,
     right: Aligned<[i8; 8 * TILE]>,
     /// Integer minima by sub-block, each as bf16 twice: for the two parts of its sum of activations.
     minima: Aligned<[[u32; LANES]; 16]>,
@@ -58,15 +60,15 @@ pub(super) fn run<V: Integers, C: Codes, S: Scales>(
     // What a cell leaves of the last one's tiles, fewer groups than it had, is not looked at.
     let cell = Cell { groups: 0, codes: &[], scales: &[], shared: &[] };
     let (right, minima) = (Aligned([0; 8 * TILE]), Aligned([[0; LANES]; 16]));
-    let mut prepared = [Prepared { cell, right, minima }; AT_ONCE];
+    let mut prepared = [Prepared { cell, first: true, right, minima }; AT_ONCE];
     for (s, acts) in acts.chunks_exact(rows / ROWS).enumerate() {
         for (group, sums) in sums.chunks_mut(AT_ONCE * rows * LANES).enumerate() {
             let prepared = &mut prepared[..sums.len() / (rows * LANES)];
             for (p, out) in prepared.iter_mut().enumerate() {
-                out.cell = w.cell(w.panel(first + group * AT_ONCE + p), s);
+                (out.cell, out.first) = (w.cell(w.panel(first + group * AT_ONCE + p), s), s == 0);
                 prepare::<V, C, S>(v, w.format().offset() as u8, out);
             }
-            amx.run(Multiply { v, acts, prepared, sums, first: s == 0, of: PhantomData::<S> });
+            amx.run(Multiply { v, acts, prepared, sums, of: PhantomData::<S> });
         }
     }
 }
@@ -105,8 +107,6 @@ struct Multiply<'a, V: Integers, S> {
     acts: &'a [Strip],
     prepared: &'a [Prepared<'a>],
     sums: &'a mut [f32],
-    /// Whether nothing was added to them.
-    first: bool,
     of: PhantomData<S>,
 }
 
@@ -114,7 +114,7 @@ impl<V: Integers, S: Scales> TileKernel for Multiply<'_, V, S> {
     type Out = ();
     #[inline(always)]
     fn run(self, _: Avx512, tiles: Tiles) {
-        let Self { v, acts, prepared, sums, first, .. } = self;
+        let Self { v, acts, prepared, sums, .. } = self;
         let rows = acts.len() * ROWS;
         let mut product = Aligned([0i32; SUMS]);
         let mut minima = Aligned([0f32; ROWS * LANES]);
@@ -133,8 +133,7 @@ impl<V: Integers, S: Scales> TileKernel for Multiply<'_, V, S> {
                     if let Some((p, r)) = last {
                         let at = (p * rows + r * ROWS) * LANES;
                         let (scales, sums) = (&acts[r].scales, &mut sums[at..at + ROWS * LANES]);
-                        let rows = 8 * step..8 * step + 8;
-                        finish::<V, S>(v, &product.0, &minima.0, rows, &prepared[p], scales, first, sums);
+                        finish::<V, S>(v, &product.0, &minima.0, 8 * step..8 * step + 8, &prepared[p], scales, sums);
                     }
                 }
                 if S::MIN {
@@ -148,13 +147,12 @@ impl<V: Integers, S: Scales> TileKernel for Multiply<'_, V, S> {
             tiles.end(&mut product.0);
             let at = (p * rows + r * ROWS) * LANES;
             let sums = &mut sums[at..at + ROWS * LANES];
-            finish::<V, S>(v, &product.0, &minima.0, 0..ROWS, &prepared[p], &acts[r].scales, first, sums);
+            finish::<V, S>(v, &product.0, &minima.0, 0..ROWS, &prepared[p], &acts[r].scales, sums);
         }
     }
 }
 
 /// The f32 steps on a cell's integers, for some of its rows.
-#[expect(clippy::too_many_arguments, reason = "two call sites")]
 #[inline(always)]
 fn finish<V: Integers, S: Scales>(
     v: V,
@@ -163,7 +161,6 @@ fn finish<V: Integers, S: Scales>(
     rows: Range<usize>,
     of: &Prepared<'_>,
     scales: &[f32; ROWS],
-    first: bool,
     sums: &mut [f32],
 ) {
     let shared = of.cell.shared;
@@ -178,7 +175,7 @@ fn finish<V: Integers, S: Scales>(
         if S::MIN {
             t = v.fnma(m, v.load(minima), t);
         }
-        let old = if first { v.splat_f32(0.0) } else { v.load(sum) };
+        let old = if of.first { v.splat_f32(0.0) } else { v.load(sum) };
         v.store(v.fma(t, v.splat_f32(scale), old), sum);
     }
 }
