@@ -19,9 +19,9 @@ const FENCE: &[&str] = &[
 
 /// Parts of the library that share a budget of lines, tests not counted. Raising one is a commit of its own.
 const BUDGETS: &[(&[&str], usize)] = &[
-    (&["tensor", "kv", "variant", "plan"], 7_450),
-    (&["ops", "reference", "testing"], 9_700),
-    (&["cpu"], 16_300),
+    (&["tensor", "kv", "variant", "plan"], 7_500),
+    (&["ops", "reference", "testing"], 9_750),
+    (&["cpu"], 16_450),
     (&["cuda"], 9_950),
 ];
 
