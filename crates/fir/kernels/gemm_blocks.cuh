@@ -39,14 +39,17 @@ struct BlocksParams {
   u32 x_type, out_type;
 };
 
-// kSub columns share a scale. kSmall: blocks of 32 with f16 scales; else of 256 with integer ones within.
-template <int Low, int High, int Offset, int Sub, bool Min, bool Small>
+// Scales of blocks of 256, bytes within f16 ones; of 32, f16; of 32 in steps, i16, where minima are above them in 32 bits.
+enum Scales { kBytes, kHalves, kWords };
+
+// kSub columns share a scale.
+template <int Low, int High, int Offset, int Sub, bool Min, Scales Kind>
 struct Blocks {
   static constexpr int kLow = Low, kHigh = High, kOffset = Offset, kSub = Sub;
-  static constexpr bool kMin = Min, kSmall = Small, kTable = Offset == 128 && Low == 4;
+  static constexpr bool kMin = Min, kSmall = Kind == kHalves, kSteps = Kind == kWords, kTable = Offset == 128 && Low == 4;
   static constexpr int kCodes = 64 * (Low + High);  // bytes of 32 columns
-  static constexpr int kScales = Small ? (Min ? 64 : 32) : (Sub == 16 || Min ? 32 : 16);
-  static constexpr int kShared = Small ? 0 : (Min ? 64 : 32);
+  static constexpr int kScales = Kind != kBytes ? (Min ? 64 : 32) : (Sub == 16 || Min ? 32 : 16);
+  static constexpr int kShared = kSmall ? 0 : (Min && !kSteps ? 64 : 32);
   static constexpr u32 bytes(u32 groups) { return groups * (kCodes + kScales) + kShared; }
   static constexpr u32 kCell = 8 * (kCodes + kScales) + kShared;
   static constexpr u32 kStages = kCell > 4096 ? 2 : 3;  // cells on their way for each warp: 99 KB hold all of a block's
@@ -110,6 +113,10 @@ __device__ __forceinline__ void mma_s8(i32 (&d)[4], u32 a0, u32 a1, u32 b0) {
       : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]) : "r"(a0), "r"(a1), "r"(b0));
 }
 
+// Half of a word, as a signed number.
+__device__ __forceinline__ i32 low_of(u32 word) { return i32(word << 16) >> 16; }
+__device__ __forceinline__ i32 high_of(u32 word) { return i32(word) >> 16; }
+
 __device__ __forceinline__ float half_of(u32 word, int i) { return to_float(f16{u16(word >> 16 * i)}); }
 
 // t of the `kMt` row tiles from `tile` on, by the 16 weights of a cell in shared memory. Element (m, n, i) is row
@@ -119,7 +126,7 @@ __device__ __forceinline__ void multiply_cell(const BlocksParams& p, u32 cell, u
   const u32 left = p.k - index * 256, groups = left < 256 ? left / 32 : 8, q = lane % 4;
   const u32 scales = cell + groups * F::kCodes, shared = scales + groups * F::kScales;
   const u64 first = u64(tile) * p.cells + index;  // of the first tile; the next is p.cells on
-  i32 s1[F::kSmall ? 1 : kMt][2][4] = {}, s2[!F::kSmall && F::kMin ? kMt : 1][2][4] = {};
+  i32 s1[F::kSmall ? 1 : kMt][2][4] = {}, s2[!F::kSmall && !F::kSteps && F::kMin ? kMt : 1][2][4] = {};
 #pragma unroll
   for (int m = 0; m < kMt; ++m) {
 #pragma unroll
@@ -149,10 +156,13 @@ __device__ __forceinline__ void multiply_cell(const BlocksParams& p, u32 cell, u
             const u32 factor = shared_word(own + 2 * column);
 #pragma unroll
             for (int i = 0; i < 4; ++i) t[m][n][i] = fmaf(half_of(factor, i % 2), float(d[i]), t[m][n][i]);
-            if constexpr (F::kMin) {
-              const u32 least = shared_word(own + 32 + 2 * column);
+          } else if constexpr (F::kSteps) {
+            const u32 first_word = shared_word(own + (F::kMin ? 4 : 2) * column);
+            const u32 both[2] = {first_word, F::kMin ? shared_word(own + 4 * column + 4) : first_word >> 16};
 #pragma unroll
-              for (int i = 0; i < 4; ++i) t[m][n][i] = fmaf(half_of(least, i % 2), float(sum_of(g, i / 2)), t[m][n][i]);
+            for (int i = 0; i < 4; ++i) {
+              s1[m][n][i] += low_of(both[i % 2]) * d[i];
+              if constexpr (F::kMin) s1[m][n][i] += high_of(both[i % 2]) * sum_of(g, i / 2);
             }
           } else {
             const u32 factor = shared_half(own + column);
@@ -188,11 +198,11 @@ __device__ __forceinline__ void multiply_cell(const BlocksParams& p, u32 cell, u
       for (int n = 0; n < 2; ++n) {
         const u32 column = 8 * n + 2 * q, factor = shared_word(shared + 2 * column);
         u32 least = 0;
-        if constexpr (F::kMin) least = shared_word(shared + 32 + 2 * column);
+        if constexpr (F::kMin && !F::kSteps) least = shared_word(shared + 32 + 2 * column);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           t[m][n][i] = __fmul_rn(half_of(factor, i % 2), float(s1[m][n][i]));
-          if constexpr (F::kMin) t[m][n][i] = fmaf(-half_of(least, i % 2), float(s2[m][n][i]), t[m][n][i]);
+          if constexpr (F::kMin && !F::kSteps) t[m][n][i] = fmaf(-half_of(least, i % 2), float(s2[m][n][i]), t[m][n][i]);
         }
       }
     }
@@ -227,10 +237,13 @@ __device__ __forceinline__ void multiply_few(const BlocksParams& p, u32 cell, u3
       u32 factor[2], least[2] = {};
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
-        const u32 at = F::kSmall ? own + 2 * (w + 8 * n) : own + 16 * s + w + 8 * n;
-        factor[n] = F::kSmall ? shared_half(at) : shared_byte(at);
-        if constexpr (F::kMin && F::kSub == 32) least[n] = F::kSmall ? shared_half(at + 32) : shared_byte(at + 16);
-        if constexpr (F::kMin && F::kSub == 16) least[n] = factor[n] >> 4, factor[n] &= 15;
+        if constexpr (F::kSteps && F::kMin) factor[n] = shared_word(own + 4 * (w + 8 * n));
+        else if constexpr (F::kSteps || F::kSmall) factor[n] = shared_half(own + 2 * (w + 8 * n));
+        else factor[n] = shared_byte(own + 16 * s + w + 8 * n);
+        if constexpr (F::kMin && !F::kSteps) {
+          if constexpr (F::kSub == 32) least[n] = shared_byte(own + 16 + w + 8 * n);
+          else least[n] = factor[n] >> 4, factor[n] &= 15;
+        }
       }
 #pragma unroll
       for (int h = 0; h < kHalves; ++h) {
@@ -244,7 +257,9 @@ __device__ __forceinline__ void multiply_few(const BlocksParams& p, u32 cell, u3
           const i32 of_row = i % 2 ? sum.y : sum.x;
           if constexpr (F::kSmall) {
             t[h][i] = fmaf(half_of(factor[i / 2], 0), float(d[i]), t[h][i]);
-            if constexpr (F::kMin) t[h][i] = fmaf(half_of(least[i / 2], 0), float(of_row), t[h][i]);
+          } else if constexpr (F::kSteps) {
+            s1[h][i] += low_of(factor[i / 2]) * d[i];
+            if constexpr (F::kMin) s1[h][i] += high_of(factor[i / 2]) * of_row;
           } else {
             s1[h][i] += (F::kMin ? i32(factor[i / 2]) : i32(static_cast<signed char>(factor[i / 2]))) * d[i];
             if constexpr (F::kMin) s2[h][i] += i32(least[i / 2]) * of_row;
@@ -259,7 +274,7 @@ __device__ __forceinline__ void multiply_few(const BlocksParams& p, u32 cell, u3
       const u32 at = shared + 2 * (w + 8 * (i % 4 / 2));
       float& y = t[i / 4][i % 4];
       y = __fmul_rn(half_of(shared_half(at), 0), float(s1[i / 4][i % 4]));
-      if constexpr (F::kMin) y = fmaf(-half_of(shared_half(at + 32), 0), float(s2[i / 4][i % 4]), y);
+      if constexpr (F::kMin && !F::kSteps) y = fmaf(-half_of(shared_half(at + 32), 0), float(s2[i / 4][i % 4]), y);
     }
   }
 }

@@ -42,8 +42,9 @@ pub(crate) trait Integers: Copy + Send + Sync + 'static {
     fn or(self, a: Self::B, b: Self::B) -> Self::B;
     /// `x - by` of every byte, wrapping.
     fn sub_bytes(self, x: Self::B, by: u8) -> Self::B;
-    /// `h` and `l`, signed bytes with `256 * h + l = scale * x`, for signed bytes `x`; products must be below 2^15 - 128.
-    fn scaled(self, x: Self::B, scale: Self::I) -> (Self::B, Self::B);
+    /// `h`, signed bytes, and `l`, unsigned ones, with `256 * h + l = scale * x + base`, which must fit into 16 bits, for unsigned bytes
+    /// `x` and the lower 16 bits of `scale` and `base`.
+    fn scaled(self, x: Self::B, scale: Self::I, base: Self::I) -> (Self::B, Self::B);
     /// Entry `x` of `table`, for bytes below 16.
     fn lookup(self, table: &[u8; 16], x: Self::B) -> Self::B;
     /// No products.
@@ -61,7 +62,7 @@ pub(crate) trait Integers: Copy + Send + Sync + 'static {
     );
     /// Adds what is on its way.
     fn settle<const R: usize>(self, sums: &mut [Self::I; R], on_way: &mut [Self::P; R]);
-    /// Adds what is on its way times `scale`, which is a signed byte.
+    /// Adds what is on its way times the lower 16 bits of `scale`.
     fn settle_scaled<const R: usize>(self, sums: &mut [Self::I; R], on_way: &mut [Self::P; R], scale: Self::I);
 
     fn splat(self, x: i32) -> Self::I;
@@ -70,8 +71,14 @@ pub(crate) trait Integers: Copy + Send + Sync + 'static {
     fn signed(self, x: &[u8]) -> Self::I;
     /// Bits of 16 bytes: `(x >> right) & mask`.
     fn unsigned(self, x: &[u8], right: u32, mask: i32) -> Self::I;
+    /// 16 numbers of 16 bits, with zeros above them.
+    fn words(self, x: &[u8]) -> Self::I;
     /// `a * b + c`, which must fit.
     fn mul_add(self, a: Self::I, b: Self::I, c: Self::I) -> Self::I;
+    /// `a * b + c` of the upper and of the lower signed 16 bits of `a` and `b`, wrapping.
+    fn add_pairs(self, a: Self::I, b: Self::I, c: Self::I) -> Self::I;
+    /// `x` with bit 15 changed.
+    fn flip(self, x: Self::I) -> Self::I;
 
     fn splat_f32(self, x: f32) -> Self::F;
     /// 16 numbers of f16, in 32 bytes.

@@ -59,9 +59,15 @@ const CELL: usize = 256;
 /// Weights of a panel.
 const PANEL: usize = 16;
 
-fn cpp(format: BlockFormat, (low, high): (usize, usize)) -> String {
-    let (offset, sub, min, small) = (format.offset(), format.sub(), format.has_min(), format.elements() == 32);
-    format!("fir::Blocks<{low}, {high}, {offset}, {sub}, {min}, {small}>")
+/// The format's type, with the panels that products read, or those that are dequantized.
+fn cpp(format: BlockFormat, products: bool) -> String {
+    let ((low, high), sub, min) = (format.bits(), format.sub(), format.has_min());
+    let (offset, scales) = match format.elements() {
+        32 if products && format.is_stepped() => (1 << (low + high - 1), "kWords"), // Minima are those of the middle code.
+        32 => (format.offset(), "kHalves"),
+        _ => (format.offset(), "kBytes"),
+    };
+    format!("fir::Blocks<{low}, {high}, {offset}, {sub}, {min}, fir::{scales}>")
 }
 
 fn source(kernel: &str, format: &str) -> Source {
@@ -72,8 +78,8 @@ fn source(kernel: &str, format: &str) -> Source {
 pub(super) fn kernels() -> Vec<Source> {
     let mut all: Vec<_> = ["16", "32"].map(|sub| source("quantize_rows", sub)).into();
     for format in BlockFormat::ALL {
-        let name = cpp(format, format.bits());
-        all.extend(["expand_rows", "gemm_few", "gemm_many"].map(|kernel| source(kernel, &name)));
+        all.push(source("expand_rows", &cpp(format, false)));
+        all.extend(["gemm_few", "gemm_many"].map(|kernel| source(kernel, &cpp(format, true))));
     }
     all
 }
@@ -102,7 +108,7 @@ pub(crate) fn gemm<'a>(
     check(op, "x", &x)?;
     check(op, "out", &out.as_ref())?;
     let (m, cells) = (x.shape()[0], w.k.div_ceil(CELL));
-    let name = cpp(w.format, w.format.bits());
+    let name = cpp(w.format, true);
     let (panels, sms) = (w.n.div_ceil(PANEL), gpu.properties().multiprocessors as usize);
     let few = m <= FEW || (m <= FEW_OF_FEW_PANELS.0 && panels <= FEW_OF_FEW_PANELS.1 * sms);
     let tiles_of = |rows: usize| if few { rows.div_ceil(PANEL) } else { rows.div_ceil(MANY) * (MANY / PANEL) };
@@ -171,7 +177,7 @@ pub(crate) fn expand<'a>(gpu: &'a Gpu, op: &'static str, w: Panels<'a>, out: Ten
     params.out = call.write("out", out)?;
     // The panels were made from bytes in this process's memory, whatever the device.
     params.w = call.upload("data", w.data.host_bytes(op, "data")?)?;
-    let kernel = gpu.kernel(source("expand_rows", &cpp(w.format, w.format.bits())))?;
+    let kernel = gpu.kernel(source("expand_rows", &cpp(w.format, false)))?;
     call.launch(&kernel, Grid { early: true, ..Grid::new(w.n as u32, 256) }, &params)?;
     call.finish()
 }

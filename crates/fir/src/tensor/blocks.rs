@@ -170,6 +170,11 @@ impl BlockFormat {
         matches!(self, Self::Q4_1 | Self::Q5_1 | Self::Q2K | Self::Q4K | Self::Q5K)
     }
 
+    /// Whether products take scales and minima in whole steps: see [`Steps`].
+    pub(crate) const fn is_stepped(self) -> bool {
+        matches!(self, Self::Q4_0 | Self::Q4_1 | Self::Q5_0 | Self::Q5_1)
+    }
+
     /// The integer that a code stands for.
     pub(crate) fn level(self, code: u8) -> i32 {
         match self {
@@ -296,6 +301,47 @@ impl BlockFields {
                 spread::<4, 16>(&bytes[8..136], codes);
             }
         }
+    }
+}
+
+/// Scales and minima of the blocks that a row has in 256 weights, or in its last ones, as whole multiples of one power of two: a weight
+/// is `step * (d * q + m)`, and the integers add up exactly over all the blocks.
+///
+/// The step is the least, from 2^-24 on, by which no weight that such blocks can hold is over 32000. A scale or minimum of f16 stays
+/// as it is from 1024 steps on; of others the nearest multiple is taken.
+pub(crate) struct Steps {
+    /// NaN, and all else 0, if one of the blocks' numbers is not finite.
+    pub(crate) step: f16,
+    pub(crate) d: [i16; 8],
+    pub(crate) m: [i16; 8],
+}
+
+impl Steps {
+    /// Of `(d, m)` of up to eight blocks.
+    pub(crate) fn new(format: BlockFormat, blocks: &[(f16, f16)]) -> Self {
+        let (low, high) = format.bits();
+        let last = ((1 << (low + high)) - 1) as u8;
+        let ends = [0, last].map(|code| format.level(code) as f32);
+        let mut most = 0f32;
+        for &(d, m) in blocks {
+            if !(d.is_finite() && m.is_finite()) {
+                return Self { step: f16::NAN, d: [0; 8], m: [0; 8] };
+            }
+            for end in ends {
+                most = most.max((d.to_f32() * end + m.to_f32()).abs());
+            }
+        }
+        let mut step = f16::MIN_POSITIVE_SUBNORMAL.to_f32();
+        while most > 32000.0 * step {
+            step *= 2.0;
+        }
+        let mut steps = Self { step: f16::from_f32(step), d: [0; 8], m: [0; 8] };
+        for (i, &(d, m)) in blocks.iter().enumerate() {
+            // Within 16 bits: a weight of 32000 steps has a scale and a minimum of no more than twice as many over its largest code.
+            steps.d[i] = (d.to_f32() / step).round_ties_even() as i16;
+            steps.m[i] = (m.to_f32() / step).round_ties_even() as i16;
+        }
+        steps
     }
 }
 

@@ -25,7 +25,7 @@ mod layout;
 mod place;
 mod view;
 
-pub(crate) use self::blocks::BlockFields;
+pub(crate) use self::blocks::{BlockFields, Steps};
 #[cfg(feature = "cuda")]
 pub(crate) use self::place::{DeviceMemory, Span};
 pub use self::{

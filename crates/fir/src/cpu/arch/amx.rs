@@ -326,7 +326,7 @@ impl Tiles {
 
     products!(product_bf16, bf16, f32, "tdpbf16ps");
 
-    /// Begins a product of 32 rows and two tiles of columns, one step deep, and stores the sums of the product before
+    /// Begins a product of 32 rows and two tiles of columns, the first of unsigned bytes, one step deep, and stores the sums of the product before
     /// it, which had their time since: to wait for them right away would take a hundred cycles. A first call
     /// stores what the tiles hold, at the start of [`Amx::run`] zeros.
     ///
@@ -343,11 +343,11 @@ impl Tiles {
                 "tileloadd tmm6, [{b0} + {row}*1]",
                 "tilestored [{c} + {sc}*1], tmm0",
                 "tilezero tmm0",
-                "tdpbssd tmm0, tmm4, tmm6",
+                "tdpbsud tmm0, tmm4, tmm6",
                 "tileloadd tmm5, [{a1} + {sa}*1]",
                 "tilestored [{c} + {sc}*1 + 2048], tmm2",
                 "tilezero tmm2",
-                "tdpbssd tmm2, tmm5, tmm6",
+                "tdpbsud tmm2, tmm5, tmm6",
                 "tileloadd tmm7, [{b1} + {row}*1]",
                 "tilestored [{c} + {sc}*1 + 64], tmm1",
                 "tilezero tmm1",
@@ -373,8 +373,8 @@ impl Tiles {
                 "tileloadd tmm6, [{b0} + {row}*1]",
                 "tileloadd tmm5, [{a1} + {sa}*1]",
                 "tileloadd tmm7, [{b1} + {row}*1]",
-                "tdpbssd tmm0, tmm4, tmm6",
-                "tdpbssd tmm2, tmm5, tmm6",
+                "tdpbsud tmm0, tmm4, tmm6",
+                "tdpbsud tmm2, tmm5, tmm6",
                 "tdpbssd tmm1, tmm4, tmm7",
                 "tdpbssd tmm3, tmm5, tmm7",
                 a0 = in(reg) a0, a1 = in(reg) a1, b0 = in(reg) b0, b1 = in(reg) b1,
@@ -851,7 +851,8 @@ mod tests {
             let want: [i32; 32 * 32] = std::array::from_fn(|at| {
                 let (i, j) = (at / 32, at % 32);
                 let at = |l: usize| (j / 16 * steps + l / 64) * 1024 + l % 64 / 4 * 64 + j % 16 * 4 + l % 4;
-                (0..64 * steps).map(|l| i32::from(a[i * 64 * steps + l]) * i32::from(b[at(l)])).sum()
+                let right = |b: i8| if j < 16 { i32::from(b as u8) } else { i32::from(b) };
+                (0..64 * steps).map(|l| i32::from(a[i * 64 * steps + l]) * right(b[at(l)])).sum()
             });
             assert_eq!(got, last.unwrap_or([0; 32 * 32]), "before {steps}");
             last = Some(want);

@@ -37,9 +37,10 @@ impl Integers for Portable {
         x.map(|x| x.wrapping_sub(by))
     }
     #[inline(always)]
-    fn scaled(self, x: [u8; 64], scale: [i32; 16]) -> ([u8; 64], [u8; 64]) {
-        let w: [i32; 64] = std::array::from_fn(|i| i32::from(x[i] as i8) * scale[i / 4]);
-        (w.map(|w| ((w + 128) >> 8) as u8), w.map(|w| w as u8))
+    fn scaled(self, x: [u8; 64], scale: [i32; 16], base: [i32; 16]) -> ([u8; 64], [u8; 64]) {
+        let scaled = |i: usize| i32::from(x[i]).wrapping_mul(scale[i / 4]).wrapping_add(base[i / 4]);
+        let w: [i32; 64] = std::array::from_fn(scaled);
+        (w.map(|w| (w >> 8) as u8), w.map(|w| w as u8))
     }
     #[inline(always)]
     fn lookup(self, table: &[u8; 16], x: [u8; 64]) -> [u8; 64] {
@@ -76,6 +77,20 @@ impl Integers for Portable {
     #[inline(always)]
     fn unsigned(self, x: &[u8], right: u32, mask: i32) -> [i32; 16] {
         array(x).map(|x: u8| i32::from(x) >> right & mask)
+    }
+    #[inline(always)]
+    fn words(self, x: &[u8]) -> [i32; 16] {
+        let x: &[u8; 32] = array(x);
+        std::array::from_fn(|i| i32::from(u16::from_le_bytes([x[2 * i], x[2 * i + 1]])))
+    }
+    #[inline(always)]
+    fn add_pairs(self, a: [i32; 16], b: [i32; 16], c: [i32; 16]) -> [i32; 16] {
+        let low = |x: i32| i32::from(x as i16);
+        std::array::from_fn(|i| c[i].wrapping_add(low(a[i]) * low(b[i])).wrapping_add((a[i] >> 16) * (b[i] >> 16)))
+    }
+    #[inline(always)]
+    fn flip(self, x: [i32; 16]) -> [i32; 16] {
+        x.map(|x| x ^ 0x8000)
     }
     #[inline(always)]
     fn mul_add(self, a: [i32; 16], b: [i32; 16], c: [i32; 16]) -> [i32; 16] {
@@ -219,8 +234,10 @@ mod x86 {
             })
         }
         #[inline(always)]
-        fn scaled(self, x: Pair<__m256i>, scale: Pair<__m256i>) -> (Pair<__m256i>, Pair<__m256i>) {
-            let (low, high) = (half_scaled(self, x[0], scale[0]), half_scaled(self, x[1], scale[1]));
+        fn scaled(self, x: Pair<__m256i>, scale: Pair<__m256i>, base: Pair<__m256i>) -> (Pair<__m256i>, Pair<__m256i>) {
+            // Where there are tiles, there are wider vectors.
+            let low = half_scaled(self, x[0], scale[0], base[0]);
+            let high = half_scaled(self, x[1], scale[1], base[1]);
             ([low.0, high.0], [low.1, high.1])
         }
         #[inline(always)]
@@ -284,15 +301,9 @@ mod x86 {
             on_way: &mut [Pair<__m256i>; R],
             scale: Pair<__m256i>,
         ) {
-            with!(self, {
-                // In both halves of a lane, as what is on its way is.
-                let low = _mm256_set1_epi32(0xffff);
-                let scale = [
-                    _mm256_or_si256(_mm256_and_si256(scale[0], low), _mm256_slli_epi32::<16>(scale[0])),
-                    _mm256_or_si256(_mm256_and_si256(scale[1], low), _mm256_slli_epi32::<16>(scale[1])),
-                ];
-                add_products(sums, on_way, scale);
-            });
+            // In both halves of a lane, as what is on its way is.
+            let scale = [twice(self, scale[0]), twice(self, scale[1])];
+            with!(self, add_products(sums, on_way, scale));
         }
         #[inline(always)]
         fn splat(self, x: i32) -> Pair<__m256i> {
@@ -321,6 +332,30 @@ mod x86 {
                     _mm256_and_si256(_mm256_srl_epi32(low, right), mask),
                     _mm256_and_si256(_mm256_srl_epi32(high, right), mask),
                 ]
+            })
+        }
+        #[inline(always)]
+        fn words(self, x: &[u8]) -> Pair<__m256i> {
+            let x: &[u8; 32] = array(x);
+            with!(self, {
+                let x = x.as_ptr().cast::<__m128i>();
+                [_mm256_cvtepu16_epi32(_mm_loadu_si128(x)), _mm256_cvtepu16_epi32(_mm_loadu_si128(x.add(1)))]
+            })
+        }
+        #[inline(always)]
+        fn add_pairs(self, a: Pair<__m256i>, b: Pair<__m256i>, c: Pair<__m256i>) -> Pair<__m256i> {
+            with!(self, {
+                [
+                    _mm256_add_epi32(_mm256_madd_epi16(a[0], b[0]), c[0]),
+                    _mm256_add_epi32(_mm256_madd_epi16(a[1], b[1]), c[1]),
+                ]
+            })
+        }
+        #[inline(always)]
+        fn flip(self, x: Pair<__m256i>) -> Pair<__m256i> {
+            with!(self, {
+                let bit = _mm256_set1_epi32(0x8000);
+                [_mm256_xor_si256(x[0], bit), _mm256_xor_si256(x[1], bit)]
             })
         }
         #[inline(always)]
@@ -386,21 +421,22 @@ mod x86 {
         }
     }
 
+    /// The lower halves of lanes, twice.
+    #[inline(always)]
+    fn twice(v: Avx2, x: __m256i) -> __m256i {
+        with!(v, _mm256_or_si256(_mm256_and_si256(x, _mm256_set1_epi32(0xffff)), _mm256_slli_epi32::<16>(x)))
+    }
+
     /// Bytes of even and of odd place are multiplied in 16 bits each, and their parts put together again.
     #[inline(always)]
-    fn half_scaled(v: Avx2, x: __m256i, scale: __m256i) -> (__m256i, __m256i) {
+    fn half_scaled(v: Avx2, x: __m256i, scale: __m256i, base: __m256i) -> (__m256i, __m256i) {
+        let (scale, base) = (twice(v, scale), twice(v, base));
         with!(v, {
             let low = _mm256_set1_epi16(0xff);
-            let scale = _mm256_or_si256(
-                _mm256_srli_epi32::<16>(_mm256_slli_epi32::<16>(scale)),
-                _mm256_slli_epi32::<16>(scale),
-            );
-            let even = _mm256_mullo_epi16(_mm256_srai_epi16::<8>(_mm256_slli_epi16::<8>(x)), scale);
-            let odd = _mm256_mullo_epi16(_mm256_srai_epi16::<8>(x), scale);
-            let half = _mm256_set1_epi16(128);
-            let (up, down) = (_mm256_srli_epi16::<8>(_mm256_add_epi16(even, half)), _mm256_add_epi16(odd, half));
-            let low_bytes = _mm256_or_si256(_mm256_and_si256(even, low), _mm256_slli_epi16::<8>(odd));
-            (_mm256_or_si256(up, _mm256_andnot_si256(low, down)), low_bytes)
+            let even = _mm256_add_epi16(_mm256_mullo_epi16(_mm256_and_si256(x, low), scale), base);
+            let odd = _mm256_add_epi16(_mm256_mullo_epi16(_mm256_srli_epi16::<8>(x), scale), base);
+            let high_bytes = _mm256_or_si256(_mm256_srli_epi16::<8>(even), _mm256_andnot_si256(low, odd));
+            (high_bytes, _mm256_or_si256(_mm256_and_si256(even, low), _mm256_slli_epi16::<8>(odd)))
         })
     }
 
@@ -515,17 +551,16 @@ mod x86 {
             with!(self, _mm512_sub_epi8(x, _mm512_set1_epi8(by as i8)))
         }
         #[inline(always)]
-        fn scaled(self, x: __m512i, scale: __m512i) -> (__m512i, __m512i) {
+        fn scaled(self, x: __m512i, scale: __m512i, base: __m512i) -> (__m512i, __m512i) {
             with!(self, {
-                let low = _mm512_set1_epi16(0xff);
-                let low_word = _mm512_srli_epi32::<16>(_mm512_slli_epi32::<16>(scale));
-                let scale = _mm512_or_si512(low_word, _mm512_slli_epi32::<16>(scale));
-                let even = _mm512_mullo_epi16(_mm512_srai_epi16::<8>(_mm512_slli_epi16::<8>(x)), scale);
-                let odd = _mm512_mullo_epi16(_mm512_srai_epi16::<8>(x), scale);
-                let half = _mm512_set1_epi16(128);
-                let (up, down) = (_mm512_srli_epi16::<8>(_mm512_add_epi16(even, half)), _mm512_add_epi16(odd, half));
-                let low_bytes = _mm512_or_si512(_mm512_and_si512(even, low), _mm512_slli_epi16::<8>(odd));
-                (_mm512_or_si512(up, _mm512_andnot_si512(low, down)), low_bytes)
+                let (word, low) = (_mm512_set1_epi32(0xffff), _mm512_set1_epi16(0xff));
+                let scale = _mm512_or_si512(_mm512_and_si512(scale, word), _mm512_slli_epi32::<16>(scale));
+                let base = _mm512_or_si512(_mm512_and_si512(base, word), _mm512_slli_epi32::<16>(base));
+                // Bytes of even and of odd place are multiplied in 16 bits each, and their parts put together again.
+                let even = _mm512_add_epi16(_mm512_mullo_epi16(_mm512_and_si512(x, low), scale), base);
+                let odd = _mm512_add_epi16(_mm512_mullo_epi16(_mm512_srli_epi16::<8>(x), scale), base);
+                let high_bytes = _mm512_or_si512(_mm512_srli_epi16::<8>(even), _mm512_andnot_si512(low, odd));
+                (high_bytes, _mm512_or_si512(_mm512_and_si512(even, low), _mm512_slli_epi16::<8>(odd)))
             })
         }
         #[inline(always)]
@@ -572,6 +607,19 @@ mod x86 {
                 let x = _mm512_cvtepu8_epi32(_mm_loadu_si128(x.as_ptr().cast()));
                 _mm512_and_si512(_mm512_srl_epi32(x, _mm_cvtsi32_si128(right as i32)), _mm512_set1_epi32(mask))
             })
+        }
+        #[inline(always)]
+        fn words(self, x: &[u8]) -> __m512i {
+            let x: &[u8; 32] = array(x);
+            with!(self, _mm512_cvtepu16_epi32(_mm256_loadu_si256(x.as_ptr().cast())))
+        }
+        #[inline(always)]
+        fn add_pairs(self, a: __m512i, b: __m512i, c: __m512i) -> __m512i {
+            with!(self, _mm512_dpwssd_epi32(c, a, b))
+        }
+        #[inline(always)]
+        fn flip(self, x: __m512i) -> __m512i {
+            with!(self, _mm512_xor_si512(x, _mm512_set1_epi32(0x8000)))
         }
         #[inline(always)]
         fn mul_add(self, a: __m512i, b: __m512i, c: __m512i) -> __m512i {

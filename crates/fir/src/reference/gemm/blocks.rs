@@ -2,7 +2,7 @@
 
 use crate::error::Result;
 use crate::reference::Precision;
-use crate::tensor::{BlockFields, BlockFormat, TensorRef};
+use crate::tensor::{BlockFields, BlockFormat, Steps, TensorRef};
 
 /// `d * q`, `d * q + m`, `d * sc * q` or `d * sc * q - dmin * min`, for every weight of every block.
 pub fn dequantize_blocks(p: Precision, format: BlockFormat, data: &[u8]) -> Vec<f64> {
@@ -24,13 +24,42 @@ pub fn dequantize_blocks(p: Precision, format: BlockFormat, data: &[u8]) -> Vec<
     out
 }
 
-/// `out[i, j] = Σ_l xq[i, l] * w[j, l]`, where `xq` is `x` quantized: per 256 elements of a row, `sa = max|x| / 127` in
-/// f32, and `xq = sa * round(x / sa)`, ties to even, within ±127; NaN if one of them is not finite.
+/// The weights that products take: those of [`dequantize_blocks`]; but in Q4_0, Q4_1, Q5_0 and Q5_1 with `d` and `m` rounded to
+/// multiples of a step, a power of two, that is the same in 256 weights of a row: the least from 2^-24 on by which `d * q + m` is not over 32000 for any
+/// code `q` of one of these blocks; NaN if a `d` or `m` is not finite.
+///
+/// `data` holds rows of `k` weights.
+pub fn product_weights(p: Precision, format: BlockFormat, data: &[u8], k: usize) -> Vec<f64> {
+    if !format.is_stepped() {
+        return dequantize_blocks(p, format, data);
+    }
+    let (mut out, mut block) = (Vec::new(), BlockFields::ZERO);
+    for row in data.chunks_exact((k / format.elements()).max(1) * format.bytes()) {
+        for cell in row.chunks(8 * format.bytes()) {
+            let blocks = cell.chunks_exact(format.bytes()).map(|bytes| {
+                block.read(format, bytes);
+                block
+            });
+            let blocks: Vec<BlockFields> = blocks.collect();
+            let scales: Vec<_> = blocks.iter().map(|b| (b.d, b.m)).collect();
+            let Steps { step, d, m } = Steps::new(format, &scales);
+            for (b, block) in blocks.iter().enumerate() {
+                let (d, m) = (step.to_f64() * f64::from(d[b]), step.to_f64() * f64::from(m[b]));
+                let weight = |&code: &u8| p.acc(p.acc(d * f64::from(format.level(code))) + m);
+                out.extend(block.codes[..format.elements()].iter().map(weight));
+            }
+        }
+    }
+    out
+}
+
+/// `out[i, j] = Σ_l xq[i, l] * w[j, l]`, where `w` is [`product_weights`] and `xq` is `x` quantized: per 256 elements of a row,
+/// `sa = max|x| / 127` in f32, and `xq = sa * round(x / sa)`, ties to even, within ±127; NaN if one of them is not finite.
 ///
 /// `data` holds `n` rows of blocks.
 pub fn block_gemm(p: Precision, x: TensorRef<'_>, format: BlockFormat, data: &[u8], n: usize) -> Result<Vec<f64>> {
     let (m, k) = (x.shape()[0], x.shape()[1]);
-    let (x, w) = (x.to_f32_vec()?, dequantize_blocks(p, format, data));
+    let (x, w) = (x.to_f32_vec()?, product_weights(p, format, data, k));
     let mut out = Vec::with_capacity(m * n);
     for i in 0..m {
         let xq: Vec<f64> = x[i * k..(i + 1) * k].chunks(256).flat_map(quantize).collect();

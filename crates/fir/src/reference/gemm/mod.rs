@@ -5,7 +5,7 @@ mod grouped;
 mod scaled;
 
 pub use self::{
-    blocks::{block_gemm, dequantize_blocks},
+    blocks::{block_gemm, dequantize_blocks, product_weights},
     grouped::{batched_gemm, grouped_gemm},
     scaled::{scaled_gemm, scaled_values},
 };

@@ -154,7 +154,64 @@ fn the_packed_form_is_hardly_larger_than_the_file() {
         assert_eq!((w.shape(), w.format()), ([32, 2048], format));
         assert!(w.bytes() >= data.len() && w.bytes() * 1000 <= data.len() * 1037, "{format}: {}", w.bytes());
         if format.elements() == 32 {
-            assert_eq!(w.bytes(), data.len(), "{format}");
+            // A step to 256 weights, of two bytes.
+            let steps = if format == BlockFormat::Q8_0 { 0 } else { 2 * 32 * 2048 / 256 };
+            assert_eq!(w.bytes(), data.len() + steps, "{format}");
+        }
+    }
+}
+
+/// Scales in steps: 11 bits of f16 stay if they are not far below the largest, and what is lost of others is bounded.
+#[test]
+fn weights_of_products_are_those_of_the_file_or_near() {
+    let mut rng = Rng::new(8);
+    for format in BlockFormat::ALL {
+        let (n, k) = (40, 800 / format.elements() * format.elements() + format.elements());
+        let mut data = random_blocks(&mut rng, format, n, k);
+        let weights = |data: &[u8]| {
+            let product = reference::product_weights(Precision::Exact, format, data, k);
+            (product, reference::dequantize_blocks(Precision::Exact, format, data))
+        };
+        let (product, file) = weights(&data);
+        let bits = match format.name() {
+            "Q4_0" | "Q4_1" => 4,
+            "Q5_0" | "Q5_1" => 5,
+            _ => {
+                assert_eq!(product, file, "{format}");
+                continue;
+            }
+        };
+        let levels = match halves(format).len() == 1 {
+            true => [-f64::from(1 << (bits - 1)), f64::from((1 << (bits - 1)) - 1)],
+            false => [0.0, f64::from((1 << bits) - 1)],
+        };
+        let (mut lost, half) = (0, |b: &[u8], at: usize| f16::from_le_bytes([b[at], b[at + 1]]).to_f64());
+        for (r, row) in data.chunks_exact(data.len() / n).enumerate() {
+            for (c, cell) in row.chunks(8 * format.bytes()).enumerate() {
+                let most = cell.chunks_exact(format.bytes()).fold(0f64, |most, block| {
+                    let m = if halves(format).len() > 1 { half(block, 2) } else { 0.0 };
+                    levels.iter().fold(most, |most, q| most.max((half(block, 0) * q + m).abs()))
+                });
+                for e in r * k + 256 * c..(r * k + 256 * (c + 1)).min((r + 1) * k) {
+                    let off = (product[e] - file[e]).abs();
+                    assert!(off <= most * 1e-3, "{format} {e}: {} for {}, of {most}", product[e], file[e]);
+                    lost += usize::from(off > 0.0);
+                }
+            }
+        }
+        assert!(lost > 0, "{format}: nothing was rounded, so nothing was shown");
+        // Like scales, as those of a real model's blocks: 1 to 1.5, and minima of half their range.
+        for block in data.chunks_exact_mut(format.bytes()) {
+            let d = f16::from_f32(0.01 + rng.below(100) as f32 * 5e-5);
+            block[..2].copy_from_slice(&d.to_le_bytes());
+            if halves(format).len() > 1 {
+                let m = f16::from_f32(d.to_f32() * -0.5 * levels[1] as f32);
+                block[2..4].copy_from_slice(&m.to_le_bytes());
+            }
+        }
+        let (product, file) = weights(&data);
+        if bits == 4 {
+            assert_eq!(product, file, "{format}");
         }
     }
 }

@@ -1,22 +1,17 @@
-//! Formats with an f16 scale to 32 elements, through AMX tiles.
+//! Q8_0, with an f16 scale to 32 elements of eight bits, through AMX tiles.
 //!
 //! A tile is 64 elements deep, two groups. So a tile of activations meets two of codes, one whose second half is zeros and one
 //! whose first is: the sums of either group, in i32, which [`super::kernel`] has, too. What is left to vectors is a conversion and
-//! a multiply-add for 16 sums, and one more for minima.
-//!
-//! What it costs, measured on two cores of a Xeon of model 207 by leaving parts out, 32 rows of 4096 x 4096 of Q4_1: 376 µs to unpack the codes (their
-//! bytes at the speed of memory), 533 for tiles, 268 for vectors, and 1221 for all: a tile instruction keeps one of two vector ports,
-//! and activations come from the second-level cache. To ask for them ahead, or for the next cell's codes, made it no faster. As bf16,
-//! whose sums are f32 when they are stored, codes and activations took twice the room, and the whole 6 to 15 % longer for 48 and 128
-//! rows; for 512 between 9 % less and 9 % more.
+//! a multiply-add for 16 sums, and as arithmetic has one of two ports beside tiles, they are the bound. Integer scales have less
+//! to do for vectors ([`super::tiles`]), but codes of eight bits leave them no more than eight.
 
 use std::marker::PhantomData;
 
 use bytemuck::{Pod, Zeroable};
 
-use super::kernel::{AHEAD, Codes, Scales, each};
+use super::kernel::{AHEAD, Codes, each};
 use super::pack::{Cell, GROUP, LANES, Packed, SUPER};
-use super::{Line, MANY, Strip};
+use super::{Line, MANY, NEAR, Strip};
 use crate::cpu::arch::{Amx, Avx512, Left, PAIR, TileKernel, Tiles, prefetch_ahead};
 use crate::cpu::integers::Integers;
 
@@ -26,21 +21,13 @@ const GROUPS: usize = SUPER / GROUP;
 const PAIRS: usize = GROUPS / 2;
 /// Panels that a block of rows is multiplied by before the next.
 const AT_ONCE: usize = 2;
-/// Bytes of activations that stay in the second-level cache beside the rest. Those of all cells then do, and weights are
-/// read in their order.
-const NEAR: usize = 1 << 20;
 
 /// Codes of a panel's cell: by pair those of a group, half a tile of zeros, those of the other. So the tile from the first on
 /// has the first half of 64 elements, and the one that ends with the last the second.
 type Tiled = [[[i8; 16 * GROUP]; 3]; PAIRS];
 
-/// Scales and minima of a panel's cell.
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C, align(64))]
-struct Factors {
-    d: [[f32; LANES]; GROUPS],
-    m: [[f32; LANES]; GROUPS],
-}
+/// Scales of a panel's cell.
+type Factors = [[f32; LANES]; GROUPS];
 
 /// Sums of a block's groups.
 type Products = [[[i32; LANES * LANES]; 2]; PAIRS];
@@ -75,7 +62,7 @@ thread_local! {
 
 /// Puts to `sums`, `[panels, rows]`, the product of the panels from `first` on and all rows of `acts`, `[cells, strips]`.
 #[inline(always)]
-pub(super) fn run<V: Integers, C: Codes, S: Scales>(
+pub(super) fn run<V: Integers, C: Codes>(
     v: V,
     amx: Amx,
     acts: &[Strip],
@@ -86,11 +73,11 @@ pub(super) fn run<V: Integers, C: Codes, S: Scales>(
 ) {
     let mut scratch = SCRATCH.take();
     scratch.resize(1, Scratch::zeroed());
-    amx.run(Multiply { v, acts, w, first, rows, sums, scratch: &mut scratch[0], of: PhantomData::<(C, S)> });
+    amx.run(Multiply { v, acts, w, first, rows, sums, scratch: &mut scratch[0], of: PhantomData::<C> });
     SCRATCH.set(scratch);
 }
 
-struct Multiply<'a, V, C, S> {
+struct Multiply<'a, V, C> {
     v: V,
     acts: &'a [Strip],
     w: &'a Packed,
@@ -98,16 +85,16 @@ struct Multiply<'a, V, C, S> {
     rows: usize,
     sums: &'a mut [Line],
     scratch: &'a mut Scratch,
-    of: PhantomData<(C, S)>,
+    of: PhantomData<C>,
 }
 
-impl<V: Integers, C: Codes, S: Scales> TileKernel for Multiply<'_, V, C, S> {
+impl<V: Integers, C: Codes> TileKernel for Multiply<'_, V, C> {
     type Out = ();
     #[inline(always)]
     fn run(self, _: Avx512, tiles: Tiles) {
         let Self { v, acts, w, first, rows, sums, scratch: Scratch { codes, factors, products }, .. } = self;
         let (panels, cells) = (sums.len() / rows, w.k().div_ceil(SUPER));
-        let mut pipe = Pipe::<V, S> { v, tiles, acts, sums, products, last: None, of: PhantomData };
+        let mut pipe = Pipe { v, tiles, acts, sums, products, last: None };
         let (turns, mut pairs) = (panels.div_ceil(AT_ONCE), 0);
         // Weights in their order, as long as the activations of all cells are near; else those of a cell are.
         let by_cell = size_of_val(acts) > NEAR;
@@ -119,7 +106,7 @@ impl<V: Integers, C: Codes, S: Scales> TileKernel for Multiply<'_, V, C, S> {
             for ((codes, factors), p) in codes.iter_mut().zip(&mut factors[to..]).zip(now.clone()) {
                 let cell = w.cell(w.panel(first + p), s);
                 groups = cell.groups;
-                prepare::<V, C, S>(v, w.format().offset() as u8, cell, codes, factors, !by_cell);
+                prepare::<V, C>(v, w.format().offset() as u8, cell, codes, factors, !by_cell);
             }
             let next = if groups <= GROUPS / 2 { PAIRS / 2 } else { PAIRS };
             if next != pairs {
@@ -143,7 +130,7 @@ impl<V: Integers, C: Codes, S: Scales> TileKernel for Multiply<'_, V, C, S> {
 }
 
 #[inline(always)]
-fn prepare<V: Integers, C: Codes, S: Scales>(
+fn prepare<V: Integers, C: Codes>(
     v: V,
     offset: u8,
     cell: Cell<'_>,
@@ -151,7 +138,7 @@ fn prepare<V: Integers, C: Codes, S: Scales>(
     factors: &mut Factors,
     ahead: bool,
 ) {
-    let groups = cell.codes.chunks_exact(C::BYTES).zip(cell.scales.chunks_exact(S::bytes()));
+    let groups = cell.codes.chunks_exact(C::BYTES).zip(cell.scales.chunks_exact(2 * LANES));
     for (g, (group, scales)) in groups.enumerate().take(GROUPS) {
         if ahead {
             prefetch_ahead(group, AHEAD);
@@ -160,28 +147,23 @@ fn prepare<V: Integers, C: Codes, S: Scales>(
         let half: &mut [u8; 16 * GROUP] = bytemuck::cast_mut(&mut codes[g / 2][g % 2 * 2]);
         let (vectors, _) = half.as_chunks_mut::<64>();
         each!(I in [0 1 2 3 4 5 6 7] { v.store_bytes(v.sub_bytes(C::read::<V, I>(v, group), offset), &mut vectors[I]); });
-        v.store(v.halves(scales), &mut factors.d[g]);
-        if S::MIN {
-            v.store(v.halves(&scales[2 * LANES..]), &mut factors.m[g]);
-        }
+        v.store(v.halves(scales), &mut factors[g]);
     }
     // Groups that are not there add 0 times 0: activations are zeros.
-    factors.d[cell.groups..].fill([0.0; LANES]);
-    factors.m[cell.groups..].fill([0.0; LANES]);
+    factors[cell.groups..].fill([0.0; LANES]);
 }
 
 /// Tile products of a block beside the f32 steps of the one before.
-struct Pipe<'a, V, S> {
+struct Pipe<'a, V> {
     v: V,
     tiles: Tiles,
     acts: &'a [Strip],
     sums: &'a mut [Line],
     products: &'a mut Products,
     last: Option<Block>,
-    of: PhantomData<S>,
 }
 
-impl<V: Integers, S: Scales> Pipe<'_, V, S> {
+impl<V: Integers> Pipe<'_, V> {
     /// Begins a block of `N` pairs and finishes the one before: a turn begins a pair, stores the sums of half a
     /// block ago, and adds those that were stored half a block before that.
     #[inline(always)]
@@ -200,7 +182,7 @@ impl<V: Integers, S: Scales> Pipe<'_, V, S> {
                 } else {
                     self.tiles.turn_i8::<1>(left, right, to);
                 }
-                add::<V, S>(v, &mut t, &self.products[P], half(&acts.sums, last), of, P);
+                add(v, &mut t, &self.products[P], of, P);
             }
         });
         if let Some(last) = self.last.replace(block) {
@@ -221,7 +203,7 @@ impl<V: Integers, S: Scales> Pipe<'_, V, S> {
         let (acts, of) = (&self.acts[last.acts.0], &factors[last.factors]);
         let mut t = [self.v.splat_f32(0.0); LANES];
         for (p, product) in self.products.iter().enumerate().take(pairs) {
-            add::<V, S>(self.v, &mut t, product, half(&acts.sums, last), of, p);
+            add(self.v, &mut t, product, of, p);
         }
         finish(self.v, &t, half(&acts.scales, last), last.first, &mut self.sums[last.sums..last.sums + LANES]);
     }
@@ -235,25 +217,11 @@ fn half<T>(of: &[T; MANY], block: Block) -> &[T; LANES] {
 
 /// The f32 steps of a pair of groups.
 #[inline(always)]
-fn add<V: Integers, S: Scales>(
-    v: V,
-    t: &mut [V::F; LANES],
-    products: &[[i32; LANES * LANES]; 2],
-    acts: &[[i32; 16]; LANES],
-    of: &Factors,
-    pair: usize,
-) {
+fn add<V: Integers>(v: V, t: &mut [V::F; LANES], products: &[[i32; LANES * LANES]; 2], of: &Factors, pair: usize) {
     for (i, product) in products.iter().enumerate() {
-        let g = 2 * pair + i;
-        let d = v.load(&of.d[g]);
+        let d = v.load(&of[2 * pair + i]);
         for (t, product) in t.iter_mut().zip(product.as_chunks::<LANES>().0) {
             *t = v.fma(d, v.float(v.load_i32(product)), *t);
-        }
-        if S::MIN {
-            let m = v.load(&of.m[g]);
-            for (t, sums) in t.iter_mut().zip(acts) {
-                *t = v.fma(m, v.splat_f32(f32::from_bits(sums[g] as u32)), *t);
-            }
         }
     }
 }

@@ -2,8 +2,8 @@
 
 use std::marker::PhantomData;
 
-use super::pack::{Cell, GROUP, LANES, Packed, SUPER};
-use super::{Activations, Acts, FEW, GROUPED, Line, MANY, PANELS, SEVERAL, TILED};
+use super::pack::{Cell, LANES, Packed, SUPER};
+use super::{Activations, Acts, FEW, Line, MANY, PANELS, SEVERAL, STEPPED, TILED};
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::arch::Amx;
 use crate::cpu::arch::prefetch_ahead;
@@ -22,7 +22,7 @@ pub(super) fn padded(rows: usize) -> usize {
 
 /// Whether so many rows go through AMX tiles: [`padded`] ones do if those that were padded do.
 pub(super) fn is_tiled(cpu: &Cpu, format: BlockFormat, rows: usize) -> bool {
-    let least = if format.elements() == GROUP && format.bits() != (8, 0) { GROUPED } else { TILED };
+    let least = if format.is_stepped() { STEPPED } else { TILED };
     #[cfg(target_arch = "x86_64")]
     return rows >= least && cpu.amx().is_some();
     #[cfg(not(target_arch = "x86_64"))]
@@ -49,11 +49,11 @@ pub(super) fn run(cpu: &Cpu, acts: Acts<'_>, w: &Packed, first: usize, rows: usi
         };
     }
     match w.format() {
-        BlockFormat::Q4_0 => go!(Bits<4, 0>, Halves<false>),
-        BlockFormat::Q4_1 => go!(Bits<4, 0>, Halves<true>),
-        BlockFormat::Q5_0 => go!(Bits<4, 1>, Halves<false>),
-        BlockFormat::Q5_1 => go!(Bits<4, 1>, Halves<true>),
-        BlockFormat::Q8_0 => go!(Plain<8, 0>, Halves<false>),
+        BlockFormat::Q4_0 => go!(Bits<4, 0>, Words<1, false>),
+        BlockFormat::Q4_1 => go!(Bits<4, 0>, Words<1, true>),
+        BlockFormat::Q5_0 => go!(Bits<4, 1>, Words<2, false>),
+        BlockFormat::Q5_1 => go!(Bits<4, 1>, Words<2, true>),
+        BlockFormat::Q8_0 => go!(Plain<8, 0>, Halves),
         BlockFormat::Q2K => go!(Bits<2, 0>, Bytes<2, true>),
         BlockFormat::Q3K => go!(Bits<2, 1>, Bytes<2, false>),
         BlockFormat::Q4K => go!(Bits<4, 0>, Bytes<1, true>),
@@ -141,22 +141,43 @@ pub(super) trait Scales: 'static {
     const MIN: bool;
     /// Whether the scales of sub-blocks are integers; else f16.
     const INTEGERS: bool;
-
+    /// Whether they have 16 bits, with a minimum in the 16 above, and activations' sums come in such pairs.
+    const PAIRS: bool = false;
     /// Bytes per group.
-    #[inline(always)]
-    fn bytes() -> usize {
-        match (Self::INTEGERS, Self::SUBS, Self::MIN) {
-            (false, _, false) | (true, 2, _) | (true, _, true) => 2 * LANES,
-            (false, _, true) => 4 * LANES,
-            (true, _, false) => LANES,
-        }
-    }
+    const BYTES: usize;
 
-    /// Integer scale and minimum of a sub-block: side by side, or in the nibbles of one byte.
+    /// Integer scale and minimum of a sub-block.
+    fn read<V: Integers>(v: V, group: &[u8], sub: usize) -> (V::I, V::I);
+}
+
+/// f16 per group.
+struct Halves;
+/// A byte per sub-block, and f16 per cell; minima side by side with scales, or in the nibbles of one byte.
+struct Bytes<const SUBS: usize, const MIN: bool>;
+/// 16 bits per group, or a pair of them, and f16 per cell. Sums of activations and codes must fit into 16 bits, too: those of 5 bits do
+/// for 16 elements.
+struct Words<const SUBS: usize, const MIN: bool>;
+
+impl Scales for Halves {
+    const SUBS: usize = 1;
+    const MIN: bool = false;
+    const INTEGERS: bool = false;
+    const BYTES: usize = 2 * LANES;
+    #[inline(always)]
+    fn read<V: Integers>(v: V, _: &[u8], _: usize) -> (V::I, V::I) {
+        (v.splat(0), v.splat(0))
+    }
+}
+
+impl<const SUBS: usize, const MIN: bool> Scales for Bytes<SUBS, MIN> {
+    const SUBS: usize = SUBS;
+    const MIN: bool = MIN;
+    const INTEGERS: bool = true;
+    const BYTES: usize = if SUBS == 2 || MIN { 2 * LANES } else { LANES };
     #[inline(always)]
     fn read<V: Integers>(v: V, group: &[u8], sub: usize) -> (V::I, V::I) {
         let own = &group[sub * LANES..];
-        match (Self::MIN, Self::SUBS) {
+        match (MIN, SUBS) {
             (false, _) => (v.signed(own), v.splat(0)),
             (true, 1) => (v.signed(own), v.unsigned(&own[LANES..], 0, 0xff)),
             (true, _) => (v.unsigned(own, 0, 15), v.unsigned(own, 4, 15)),
@@ -164,21 +185,16 @@ pub(super) trait Scales: 'static {
     }
 }
 
-/// f16 per group.
-struct Halves<const MIN: bool>;
-/// A byte per sub-block, and f16 per cell.
-struct Bytes<const SUBS: usize, const MIN: bool>;
-
-impl<const MIN: bool> Scales for Halves<MIN> {
-    const SUBS: usize = 1;
-    const MIN: bool = MIN;
-    const INTEGERS: bool = false;
-}
-
-impl<const SUBS: usize, const MIN: bool> Scales for Bytes<SUBS, MIN> {
+impl<const SUBS: usize, const MIN: bool> Scales for Words<SUBS, MIN> {
     const SUBS: usize = SUBS;
-    const MIN: bool = MIN;
+    const MIN: bool = false; // None apart from the pairs'.
     const INTEGERS: bool = true;
+    const PAIRS: bool = true;
+    const BYTES: usize = if MIN { 4 * LANES } else { 2 * LANES };
+    #[inline(always)]
+    fn read<V: Integers>(v: V, group: &[u8], _: usize) -> (V::I, V::I) {
+        (if MIN { v.load_i32(bytemuck::cast_slice(group)) } else { v.words(group) }, v.splat(0))
+    }
 }
 
 struct Product<'a, C, S> {
@@ -204,7 +220,7 @@ impl<C: Codes, S: Scales> IntKernel for Product<'_, C, S> {
             return if S::INTEGERS {
                 super::tiles::run::<V, C, S>(v, amx, strips, w, first, rows, sums)
             } else {
-                super::groups::run::<V, C, S>(v, amx, strips, w, first, rows, sums)
+                super::groups::run::<V, C>(v, amx, strips, w, first, rows, sums)
             };
         }
         let Acts::Rows(acts) = acts else { unreachable!("strips are made where there are tiles") };
@@ -311,7 +327,7 @@ fn tile<V: Integers, C: Codes, S: Scales, const R: usize>(
     let words: &[i32] = bytemuck::cast_slice(rows);
     // Integer scales: sums of the cell. f16 scales: `t` of the cell.
     let (mut whole, mut minima, mut t) = ([v.splat(0); R], [v.splat_f32(0.0); R], [v.splat_f32(0.0); R]);
-    let groups = cell.codes.chunks_exact(C::BYTES).zip(cell.scales.chunks_exact(S::bytes()));
+    let groups = cell.codes.chunks_exact(C::BYTES).zip(cell.scales.chunks_exact(S::BYTES));
     for (g, (group, scales)) in groups.enumerate().take(SUPER / 32) {
         if ahead {
             prefetch_ahead(group, AHEAD);
@@ -347,16 +363,14 @@ fn tile<V: Integers, C: Codes, S: Scales, const R: usize>(
             for r in 0..R {
                 t[r] = v.fma(d, v.float(part[0][r]), t[r]);
             }
-            if S::MIN {
-                let m = v.halves(&scales[2 * LANES..]);
-                for r in 0..R {
-                    t[r] = v.fma(m, v.splat_f32(rows[r].sum(g)), t[r]);
-                }
-            }
         } else {
             for sub in 0..S::SUBS {
                 for r in 0..R {
-                    whole[r] = v.mul_add(part[sub][r], scale[sub], whole[r]);
+                    whole[r] = if S::PAIRS {
+                        v.add_pairs(v.flip(part[sub][r]), scale[sub], whole[r])
+                    } else {
+                        v.mul_add(part[sub][r], scale[sub], whole[r])
+                    };
                     if S::MIN {
                         // Exact, as the sum stays below 2^24.
                         minima[r] = v.fma(v.float(min[sub]), v.splat_f32(rows[r].sum(S::SUBS * g + sub)), minima[r]);

@@ -4,8 +4,8 @@
 //! |---|---|
 //! | `pack.rs` | the packed form: panels of 16 weight rows in the order the kernel reads |
 //! | `kernel.rs` | the product of a panel and some rows |
-//! | `groups.rs` | the same for more rows, with AMX: formats with f16 scales |
 //! | `tiles.rs` | the same for many rows, with AMX: formats with integer scales |
+//! | `groups.rs` | the same, with AMX: Q8_0, whose scales are f16 |
 //!
 //! The numbers are defined at [`block_gemm`](crate::gemm::block_gemm). Integer sums are exact and the f32 steps have one
 //! order, so neither level, nor batch, nor threads change a bit.
@@ -42,8 +42,8 @@ const SEVERAL: usize = 64;
 /// Rows from which AMX is faster than vectors, for formats with integer scales, a panel of which it unpacks into twice the bytes, and
 /// for codes of eight bits: 40 rows of Q8_0 took 1.27 times as long.
 const TILED: usize = 65;
-/// The same for the other formats with f16 scales: 32 rows of Q4_1 took 0.85 to 1.15 times as long.
-const GROUPED: usize = 33;
+/// The same for scales in steps.
+const STEPPED: usize = 17;
 /// More rows than several are made up to a multiple of this: two tiles of AMX.
 const MANY: usize = 32;
 /// Rows per pass over all weights: a unit's sums stay in the second-level cache.
@@ -53,6 +53,11 @@ const PANELS: usize = 4;
 /// The same with AMX: 512 rows' activations come from the last-level cache for every unit, and their sums, 512 KB, stay
 /// in the second.
 const TILE_PANELS: usize = 16;
+
+/// Bytes of activations that stay in the second-level cache beside the rest. Those of all cells then do, and weights are
+/// read in their order.
+#[cfg(target_arch = "x86_64")]
+const NEAR: usize = 1 << 20;
 
 thread_local! {
     /// Scratch, kept: new memory of this size would be mapped and cleared for every call.
@@ -72,11 +77,23 @@ struct Line([f32; LANES]);
 struct Activations {
     /// Four signed bytes each.
     words: [i32; SUPER / 4],
-    /// Sums of the format's sub-blocks: the bits of f32 if it has minima; else i32, times minus the weights' offset. If
-    /// tiles meet integer minima, two bf16 that add up to the sum, the larger one above.
+    /// Sums of the format's sub-blocks ([`sub`]): the bits of f32 if it has minima; else i32, times minus the weights' offset. If
+    /// tiles meet integer minima, two bf16 that add up to the sum, the larger one above. For scales in steps, the sum in the upper 16
+    /// bits and below it the sum times minus the [`centre`], bit 15 changed: so no sum of products borrows from the upper ones.
     sums: [i32; 16],
     scale: f32,
     unused: [u32; 15],
+}
+
+/// What is subtracted from codes before their products are added up.
+const fn centre(format: BlockFormat) -> i32 {
+    let (low, high) = format.bits();
+    if format.is_stepped() { 1 << (low + high - 1) } else { format.offset() }
+}
+
+/// Elements whose products are added up before they are scaled: with scales in steps as many as 16 bits hold.
+const fn sub(format: BlockFormat) -> usize {
+    if format.is_stepped() { 1 << (8 - centre(format).ilog2()) } else { format.sub() }
 }
 
 impl Activations {
@@ -154,18 +171,23 @@ pub(crate) fn gemm(cpu: &Cpu, x: TensorRef<'_>, w: &Packed, out: TensorMut<'_>) 
 fn pass<X: Lane, O: Lane>(cpu: &Cpu, x: Rows<'_, X>, w: &Packed, out: RowsMut<'_, O>) {
     let (rows, panels) = (out.range().len(), w.n().div_ceil(LANES));
     let tiled = w.k() > 0 && kernel::is_tiled(cpu, w.format(), rows); // Their sums begin with the first cell.
-    let grouped = tiled && w.format().elements() == GROUP;
-    let padded = if grouped { rows.next_multiple_of(LANES) } else { kernel::padded(rows) };
+    let stepped = w.format().is_stepped();
+    let grouped = tiled && !stepped && w.format().elements() == GROUP;
+    let padded = match (grouped, tiled) {
+        (true, _) => rows.next_multiple_of(LANES),
+        (_, true) => rows.next_multiple_of(MANY),
+        _ => kernel::padded(rows),
+    };
     // Eight units per worker, so that a late one costs an eighth of its share.
     let each = match (rows, tiled) {
-        _ if grouped => panels.div_ceil(8 * cpu.workers()).next_multiple_of(2).min(TILE_PANELS),
+        _ if grouped || (tiled && stepped) => panels.div_ceil(8 * cpu.workers()).next_multiple_of(2).min(TILE_PANELS),
         (..=SEVERAL, _) => panels.div_ceil(8 * cpu.workers()),
         (_, true) => panels.div_ceil(2 * cpu.workers()).min(TILE_PANELS),
         _ => PANELS,
     };
     if tiled {
         let mut strips = STRIPS.take();
-        quantize_rows(cpu, x, w, out.range(), padded, !grouped && w.format().has_min(), &mut strips);
+        quantize_rows(cpu, x, w, out.range(), padded, !stepped && w.format().has_min(), &mut strips);
         multiply(cpu, Acts::Strips(&strips), w, padded, each, out);
         STRIPS.set(strips);
     } else {
@@ -309,11 +331,11 @@ fn quantize<V: Vector>(v: V, x: &[f32; SUPER], format: BlockFormat, out: &mut Ac
         // Sixteen lanes are those of AVX-512, whose products are fused; residuals of smaller scales would be subnormal.
         let by = Divisor::new(v, scale, V::LANES == 16 && scale > 1e-27);
         let mut sums = [0f32; 16];
-        for (four, sums) in sums.as_chunks_mut::<4>().0.iter_mut().enumerate().take(SUPER / format.sub() / 4) {
+        for (four, sums) in sums.as_chunks_mut::<4>().0.iter_mut().enumerate().take(SUPER / sub(format) / 4) {
             let mut parts = [v.splat(0.0); 4];
             for (j, part) in parts.iter_mut().enumerate() {
-                let mut i = (4 * four + j) * format.sub();
-                let end = i + format.sub();
+                let mut i = (4 * four + j) * sub(format);
+                let end = i + sub(format);
                 while i < end {
                     // A subnormal scale may be rounded down by as much as a third: hence the bounds.
                     let q = v.round(by.divide(v, v.load(&x[i..])));
@@ -326,14 +348,17 @@ fn quantize<V: Vector>(v: V, x: &[f32; SUPER], format: BlockFormat, out: &mut Ac
             }
             *sums = v.sums4(parts);
         }
-        let (offset, sums) = (format.offset() as f32, out.sums.iter_mut().zip(sums));
-        if format.has_min() {
+        // Below 2^22: with 2^23 and half of it added the lower bits of an f32 are the integer. As a cast, which looks for
+        // what does not fit, it took a fifth of the quantization.
+        const LARGE: f32 = (3 << 22) as f32;
+        let integer = |x: f32| (LARGE + x).to_bits() as i32 - LARGE.to_bits() as i32;
+        let (centre, sums) = (centre(format), out.sums.iter_mut().zip(sums));
+        if format.is_stepped() {
+            sums.for_each(|(out, sum)| *out = integer(sum) * ((1 << 16) - centre) + 0x8000);
+        } else if format.has_min() {
             sums.for_each(|(out, sum)| *out = sum.to_bits() as i32);
         } else {
-            // Below 2^22: with 2^23 and half of it added the lower bits of an f32 are the integer. As a cast, which looks for
-            // what does not fit, it took a fifth of the quantization.
-            const LARGE: f32 = (3 << 22) as f32;
-            sums.for_each(|(out, sum)| *out = (LARGE - offset * sum).to_bits() as i32 - LARGE.to_bits() as i32);
+            sums.for_each(|(out, sum)| *out = integer(-(centre as f32) * sum));
         }
     }
 }

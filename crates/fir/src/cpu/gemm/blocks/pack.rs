@@ -5,10 +5,13 @@
 //!
 //! ```text
 //! codes   per group: low plane, 64 * LOW bytes; high plane, 64 * HIGH bytes
-//! scales  per group: f16 d[16] (m[16])           blocks of 32
+//! scales  per group: f16 d[16]                   Q8_0
+//!                    i16 d[16], or (d, m)[16]    the other blocks of 32, in steps (`Steps`), m that of the middle code
+//!                    f16 d[16] (m[16])           the same, to be dequantized
 //!                    i8 sc[16] (u8 min[16])      blocks of 256, one scale per 32
 //!                    i8 sc[16] sc[16]            two scales per 32; with minima, both in a byte's nibbles
 //! shared  f16 d[16] (dmin[16])                   blocks of 256
+//!         f16 step[16]                           blocks of 32 in steps
 //! ```
 //!
 //! A group's codes are eight vectors of 64 bytes, in each 4 elements of 16 rows: what one instruction multiplies. The low
@@ -16,11 +19,11 @@
 //! one mask bring them out; high bits likewise.
 //!
 //! Scales of 6 bits take a byte: the form is larger than the file's by 2.8 % (Q4_K), 2.3 % (Q5_K), 3.6 % (Q3_K) and
-//! 1.5 % (IQ4_XS), and as large in the other formats.
+//! 1.5 % (IQ4_XS), with steps by 1.0 to 1.4 %, and as large in the other formats.
 
 use crate::cpu::exec::Cpu;
 use crate::error::{Error, Result};
-use crate::tensor::{BlockFields, BlockFormat, DType, Place, Tensor};
+use crate::tensor::{BlockFields, BlockFormat, DType, Place, Steps, Tensor, f16};
 
 /// Weight rows per panel.
 pub(super) const LANES: usize = 16;
@@ -29,27 +32,35 @@ pub(super) const SUPER: usize = 256;
 /// Elements along `k` per group.
 pub(super) const GROUP: usize = 32;
 
+/// A format in its packed form.
+#[derive(Clone, Copy)]
+struct Form {
+    format: BlockFormat,
+    /// Whether scales are in steps.
+    steps: bool,
+}
+
 /// Bytes of the three parts of a cell: of a group's codes, of a group's scales, of what all share.
-const fn parts(format: BlockFormat) -> [usize; 3] {
+const fn parts(Form { format, steps }: Form) -> [usize; 3] {
     let (low, high) = format.bits();
     let mins = if format.has_min() { 2 } else { 1 };
     let codes = 4 * LANES * (low + high);
     match format {
         BlockFormat::Q2K => [codes, 2 * LANES, 4 * LANES],
-        _ if format.elements() == GROUP => [codes, 2 * LANES * mins, 0],
+        _ if format.elements() == GROUP => [codes, 2 * LANES * mins, if steps { 2 * LANES } else { 0 }],
         _ => [codes, GROUP / format.sub() * LANES * mins, 2 * LANES * mins],
     }
 }
 
 /// Bytes of a cell of some groups.
-const fn cell_bytes(format: BlockFormat, groups: usize) -> usize {
-    let [codes, scales, shared] = parts(format);
+const fn cell_bytes(form: Form, groups: usize) -> usize {
+    let [codes, scales, shared] = parts(form);
     groups * (codes + scales) + shared
 }
 
 /// Weights `[n, k]` in the order the kernel reads.
 pub(crate) struct Packed {
-    format: BlockFormat,
+    form: Form,
     n: usize,
     k: usize,
     /// `[panels, bytes of a panel]`; rows past `n` are zeros.
@@ -67,37 +78,38 @@ pub(super) struct Cell<'a> {
 }
 
 impl Packed {
-    /// Packs with the threads of `cpu`, or with this one.
+    /// Packs with the threads of `cpu`, or with this one: for products, or as they are, to be dequantized.
     pub(crate) fn new(
         cpu: Option<&Cpu>,
         op: &'static str,
         format: BlockFormat,
         data: &[u8],
-        n: usize,
-        k: usize,
+        [n, k]: [usize; 2],
+        products: bool,
     ) -> Result<Self> {
+        let form = Form { format, steps: products && format.is_stepped() };
         let row_bytes = format.row_bytes(op, k)?;
         if n.checked_mul(row_bytes) != Some(data.len()) {
             let want = format!("{n} rows of {row_bytes} bytes ({k} elements of {format})");
             return Err(Error::value(op, "data.len()", data.len(), want));
         }
         // `k` is bounded by the data now, unless there is none.
-        let bytes = if n == 0 { 0 } else { panel_bytes(format, k) };
+        let bytes = if n == 0 { 0 } else { panel_bytes(form, k) };
         let mut packed = Tensor::zeros(DType::U8, &[n.div_ceil(LANES), bytes])?;
         if bytes > 0 {
             let panels = packed.as_mut_slice::<u8>()?.chunks_exact_mut(bytes);
             let parts: Vec<_> = panels.zip(data.chunks(LANES * row_bytes)).collect();
-            let pack = |(out, rows): (&mut [u8], &[u8])| pack_panel(format, rows, row_bytes, out);
+            let pack = |(out, rows): (&mut [u8], &[u8])| pack_panel(form, rows, row_bytes, out);
             match cpu {
                 Some(cpu) => cpu.pool().scatter(parts, pack),
                 None => parts.into_iter().for_each(pack),
             }
         }
-        Ok(Self { format, n, k, data: packed })
+        Ok(Self { form, n, k, data: packed })
     }
 
     pub(crate) fn format(&self) -> BlockFormat {
-        self.format
+        self.form.format
     }
 
     pub(crate) fn n(&self) -> usize {
@@ -133,12 +145,12 @@ impl Packed {
     /// Bytes of 256 columns of a panel.
     #[cfg(feature = "cuda")]
     pub(crate) fn cell_bytes(&self) -> usize {
-        cell_bytes(self.format, SUPER / GROUP)
+        cell_bytes(self.form, SUPER / GROUP)
     }
 
     /// The bytes of panel `p`.
     pub(super) fn panel(&self, p: usize) -> &[u8] {
-        let bytes = panel_bytes(self.format, self.k);
+        let bytes = panel_bytes(self.form, self.k);
         &self.data.as_slice::<u8>().expect("bytes")[p * bytes..][..bytes]
     }
 
@@ -146,8 +158,8 @@ impl Packed {
     #[inline(always)]
     pub(super) fn cell<'a>(&self, panel: &'a [u8], s: usize) -> Cell<'a> {
         let groups = ((self.k - s * SUPER) / GROUP).min(SUPER / GROUP);
-        let [codes, scales, _] = parts(self.format);
-        let cell = &panel[s * cell_bytes(self.format, SUPER / GROUP)..][..cell_bytes(self.format, groups)];
+        let [codes, scales, _] = parts(self.form);
+        let cell = &panel[s * cell_bytes(self.form, SUPER / GROUP)..][..cell_bytes(self.form, groups)];
         let (codes, rest) = cell.split_at(groups * codes);
         let (scales, shared) = rest.split_at(groups * scales);
         Cell { groups, codes, scales, shared }
@@ -155,15 +167,15 @@ impl Packed {
 }
 
 /// Bytes of a panel, a multiple of a cache line.
-fn panel_bytes(format: BlockFormat, k: usize) -> usize {
+fn panel_bytes(form: Form, k: usize) -> usize {
     let rest = k % SUPER / GROUP;
-    let last = if rest > 0 { cell_bytes(format, rest) } else { 0 };
-    (k / SUPER * cell_bytes(format, SUPER / GROUP) + last).next_multiple_of(64)
+    let last = if rest > 0 { cell_bytes(form, rest) } else { 0 };
+    (k / SUPER * cell_bytes(form, SUPER / GROUP) + last).next_multiple_of(64)
 }
 
 /// Packs up to 16 rows.
-fn pack_panel(format: BlockFormat, rows: &[u8], row_bytes: usize, out: &mut [u8]) {
-    let [_, scale_bytes, _] = parts(format);
+fn pack_panel(form: Form, rows: &[u8], row_bytes: usize, out: &mut [u8]) {
+    let (format, [code_bytes, scale_bytes, _]) = (form.format, parts(form));
     let mut blocks = [BlockFields::ZERO; LANES];
     // Blocks of 32 elements: `from` counts the groups of a cell, which are blocks; else there is one block per cell.
     let blocks_per_cell = SUPER / format.elements();
@@ -172,26 +184,54 @@ fn pack_panel(format: BlockFormat, rows: &[u8], row_bytes: usize, out: &mut [u8]
     while first < row_blocks {
         let count = blocks_per_cell.min(row_blocks - first);
         let groups = count * format.elements() / GROUP;
-        let cell = &mut out[cell_at..][..cell_bytes(format, groups)];
+        let cell = &mut out[cell_at..][..cell_bytes(form, groups)];
         cell_at += cell.len();
-        let (codes, rest) = cell.split_at_mut(groups * parts(format)[0]);
+        let (codes, rest) = cell.split_at_mut(groups * code_bytes);
         let (scales, shared) = rest.split_at_mut(groups * scale_bytes);
+        let mut halves = [[(f16::ZERO, f16::ZERO); LANES]; SUPER / GROUP];
         for b in 0..count {
             for (block, row) in blocks.iter_mut().zip(rows.chunks_exact(row_bytes)) {
                 block.read(format, &row[(first + b) * format.bytes()..][..format.bytes()]);
             }
             let block_groups = format.elements() / GROUP;
-            let codes = &mut codes[b * parts(format)[0]..][..block_groups * parts(format)[0]];
+            let codes = &mut codes[b * code_bytes..][..block_groups * code_bytes];
             pack_codes(format, &blocks, codes);
             let scales = &mut scales[b * scale_bytes..][..block_groups * scale_bytes];
-            if format.elements() == GROUP {
+            if form.steps {
+                halves[b] = blocks.map(|block| (block.d, block.m));
+            } else if format.elements() == GROUP {
                 pack_halves(format, &blocks, scales);
             } else {
                 pack_halves(format, &blocks, shared);
                 pack_scales(format, &blocks, scales);
             }
         }
+        if form.steps {
+            pack_steps(format, &halves[..count], scales, shared);
+        }
         first += count;
+    }
+}
+
+/// Scales and minima of 16 rows of a cell, `[blocks, rows]`, in steps.
+fn pack_steps(format: BlockFormat, halves: &[[(f16, f16); LANES]], scales: &mut [u8], shared: &mut [u8]) {
+    let each = if format.has_min() { 4 } else { 2 };
+    for n in 0..LANES {
+        let mut row = [(f16::ZERO, f16::ZERO); SUPER / GROUP];
+        for (row, halves) in row.iter_mut().zip(halves) {
+            *row = halves[n];
+        }
+        let steps = Steps::new(format, &row[..halves.len()]);
+        shared[2 * n..][..2].copy_from_slice(&steps.step.to_le_bytes());
+        for (b, out) in scales.chunks_exact_mut(each * LANES).enumerate() {
+            let (out, d) = (&mut out[each * n..][..each], steps.d[b]);
+            out[..2].copy_from_slice(&d.to_le_bytes());
+            if format.has_min() {
+                // Between those of the first code and of the last, so within 16 bits.
+                let middle = (i32::from(steps.m[b]) + super::centre(format) * i32::from(d)) as i16;
+                out[2..].copy_from_slice(&middle.to_le_bytes());
+            }
+        }
     }
 }
 
@@ -225,7 +265,7 @@ fn pack_codes(format: BlockFormat, blocks: &[BlockFields; LANES], out: &mut [u8]
     let (low, high) = format.bits();
     let mask = |bits: usize| (((1u16 << bits) - 1) as u32) * 0x0101_0101;
     out.fill(0);
-    for (g, out) in out.chunks_exact_mut(parts(format)[0]).enumerate() {
+    for (g, out) in out.chunks_exact_mut(4 * LANES * (low + high)).enumerate() {
         let (low_plane, high_plane) = out.split_at_mut(4 * LANES * low);
         for i in 0..GROUP / 4 {
             let put = |plane: &mut [u8], from: usize, bits: usize| {

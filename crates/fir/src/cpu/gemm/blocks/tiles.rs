@@ -1,9 +1,9 @@
 //! Many rows of formats with integer scales through AMX tiles.
 //!
 //! A product of tiles is exact in i32, as the instructions of [`super::kernel`] are, so the f32 steps after it see the
-//! same integers. Of a cell the right operand is eight tiles, 256 deep and 16 columns wide twice: `sc * q`, up to 13 bits,
-//! as `256 * high + low` in signed bytes. One product over the whole depth gives the sums of both parts, and one pass of
-//! vectors per cell joins them. Minima meet the sums of activations in a product of bf16, which is exact too: a sum of 12
+//! same integers. Of a cell the right operand is eight tiles, 256 deep and 16 columns wide twice: `sc * q`, or `d * q + m` of scales in
+//! steps, up to 16 bits, as `256 * high + low`, a signed byte and an unsigned one. One product over the whole depth gives the sums of both parts, and one pass of
+//! vectors per cell joins them. Minima of bytes meet the sums of activations in a product of bf16, which is exact too: a sum of 12
 //! bits is two numbers of bf16.
 //!
 //! What it costs, in cycles for 16 rows of a cell (16 × 16 sums, 256 deep), measured on a Xeon of model 207 in the
@@ -16,10 +16,10 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use super::kernel::{Codes, Scales};
+use super::kernel::{AHEAD, Codes, Scales};
 use super::pack::{Cell, LANES, Packed, SUPER};
-use super::{Line, MANY as ROWS, Strip};
-use crate::cpu::arch::{Amx, Avx512, Left, Right, TileKernel, Tiles};
+use super::{Line, MANY as ROWS, NEAR, Strip, centre};
+use crate::cpu::arch::{Amx, Avx512, Left, Right, TileKernel, Tiles, prefetch_ahead};
 use crate::cpu::integers::Integers;
 
 /// Panels against which all rows are multiplied in turn: 16 KB of tiles, in the first-level cache beside the rows' 8 KB
@@ -57,31 +57,42 @@ pub(super) fn run<V: Integers, C: Codes, S: Scales>(
     sums: &mut [Line],
 ) {
     let sums: &mut [f32] = bytemuck::cast_slice_mut(sums);
-    // What a cell leaves of the last one's tiles, fewer groups than it had, is not looked at.
+    // What a cell leaves of the last one's tiles, fewer groups than it had, meets zeros.
     let cell = Cell { groups: 0, codes: &[], scales: &[], shared: &[] };
     let (right, minima) = (Aligned([0; 8 * TILE]), Aligned([[0; LANES]; 16]));
     let mut prepared = [Prepared { cell, first: true, right, minima }; AT_ONCE];
-    for (s, acts) in acts.chunks_exact(rows / ROWS).enumerate() {
-        for (group, sums) in sums.chunks_mut(AT_ONCE * rows * LANES).enumerate() {
-            let prepared = &mut prepared[..sums.len() / (rows * LANES)];
-            for (p, out) in prepared.iter_mut().enumerate() {
-                (out.cell, out.first) = (w.cell(w.panel(first + group * AT_ONCE + p), s), s == 0);
-                prepare::<V, C, S>(v, w.format().offset() as u8, out);
-            }
-            amx.run(Multiply { v, acts, prepared, sums, of: PhantomData::<S> });
+    let (strips, turn) = (rows / ROWS, AT_ONCE * rows * LANES);
+    let (cells, turns) = (w.k().div_ceil(SUPER), sums.len().div_ceil(turn));
+    // Weights in their order, as long as the activations of all cells are near; else those of a cell are.
+    let by_cell = size_of_val(acts) > NEAR;
+    for i in 0..turns * cells {
+        let (s, t) = if by_cell { (i / turns, i % turns) } else { (i % cells, i / cells) };
+        let end = sums.len().min((t + 1) * turn);
+        let (sums, acts) = (&mut sums[t * turn..end], &acts[s * strips..][..strips]);
+        let prepared = &mut prepared[..sums.len() / (rows * LANES)];
+        for (p, out) in prepared.iter_mut().enumerate() {
+            (out.cell, out.first) = (w.cell(w.panel(first + t * AT_ONCE + p), s), s == 0);
+            prepare::<V, C, S>(v, centre(w.format()), out, !by_cell);
         }
+        amx.run(Multiply { v, acts, prepared, sums, of: PhantomData::<S> });
     }
 }
 
 #[inline(always)]
-fn prepare<V: Integers, C: Codes, S: Scales>(v: V, offset: u8, out: &mut Prepared<'_>) {
+fn prepare<V: Integers, C: Codes, S: Scales>(v: V, centre: i32, out: &mut Prepared<'_>, ahead: bool) {
     let right: &mut [u8] = bytemuck::cast_slice_mut(&mut out.right.0);
-    let scale_bytes = S::bytes();
-    let groups = out.cell.codes.chunks_exact(C::BYTES).zip(out.cell.scales.chunks_exact(scale_bytes));
+    let groups = out.cell.codes.chunks_exact(C::BYTES).zip(out.cell.scales.chunks_exact(S::BYTES));
+    // Of the upper half, if that has a minimum, and of the scale.
+    let of_code_0 = v.splat(i32::from(S::PAIRS) << 16 | -centre & 0xffff);
     for (g, (group, scales)) in groups.enumerate().take(8) {
-        let (mut scale, mut min) = ([v.splat(0); 2], [v.splat(0); 2]);
+        if ahead {
+            prefetch_ahead(group, AHEAD);
+            prefetch_ahead(scales, AHEAD);
+        }
+        let (mut scale, mut min, mut base) = ([v.splat(0); 2], [v.splat(0); 2], [v.splat(0); 2]);
         for sub in 0..S::SUBS {
             (scale[sub], min[sub]) = S::read(v, scales, sub);
+            base[sub] = v.add_pairs(scale[sub], of_code_0, v.splat(0));
         }
         for (sub, &min) in min.iter().enumerate().take(if S::MIN { S::SUBS } else { 0 }) {
             let mut lanes = [0f32; LANES];
@@ -92,8 +103,8 @@ fn prepare<V: Integers, C: Codes, S: Scales>(v: V, offset: u8, out: &mut Prepare
             }
         }
         super::kernel::each!(I in [0 1 2 3 4 5 6 7] {
-            let levels = v.sub_bytes(C::read::<V, I>(v, group), offset);
-            let (high, low) = v.scaled(levels, scale[I * S::SUBS / 8]);
+            let sub = I * S::SUBS / 8;
+            let (high, low) = v.scaled(C::read::<V, I>(v, group), scale[sub], base[sub]);
             let at = 64 * (8 * g + I);
             v.store_bytes(low, &mut right[at..]);
             v.store_bytes(high, &mut right[4 * TILE + at..]);
@@ -121,7 +132,9 @@ impl<V: Integers, S: Scales> TileKernel for Multiply<'_, V, S> {
         let mut last: Option<(usize, usize)> = None;
         for (r, strip) in acts.iter().enumerate() {
             for (p, cell) in prepared.iter().enumerate() {
-                for step in 0..SUPER / 64 {
+                // Groups beyond the last: activations are zeros.
+                let steps = cell.cell.groups.div_ceil(2);
+                for step in 0..steps {
                     let left = Left { data: strip.codes[step].as_flattened(), stride: 64 };
                     // Low and high, a step of four.
                     let right = Right { data: &cell.right.0[step * TILE..], stride: 4 * TILE };
@@ -129,11 +142,12 @@ impl<V: Integers, S: Scales> TileKernel for Multiply<'_, V, S> {
                         0 => tiles.begin_i8(left, right, &mut product.0),
                         _ => tiles.step_i8(left, right),
                     }
-                    // The cell before, a quarter of its rows beside each step.
+                    // The cell before, some of its rows beside each step.
                     if let Some((p, r)) = last {
                         let at = (p * rows + r * ROWS) * LANES;
                         let (scales, sums) = (&acts[r].scales, &mut sums[at..at + ROWS * LANES]);
-                        finish::<V, S>(v, &product.0, &minima.0, 8 * step..8 * step + 8, &prepared[p], scales, sums);
+                        let now = ROWS * step / steps..ROWS * (step + 1) / steps;
+                        finish::<V, S>(v, &product.0, &minima.0, now, &prepared[p], scales, sums);
                     }
                 }
                 if S::MIN {
