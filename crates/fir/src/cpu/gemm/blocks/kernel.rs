@@ -141,7 +141,9 @@ pub(super) trait Scales: 'static {
     const MIN: bool;
     /// Whether the scales of sub-blocks are integers; else f16.
     const INTEGERS: bool;
-    /// Whether they have 16 bits, with a minimum in the 16 above, and activations' sums come in such pairs.
+    /// Whether they have 16 bits.
+    const WORDS: bool = false;
+    /// Whether those have a minimum in the 16 bits above, and activations' sums come in such pairs.
     const PAIRS: bool = false;
     /// Bytes per group.
     const BYTES: usize;
@@ -189,7 +191,8 @@ impl<const SUBS: usize, const MIN: bool> Scales for Words<SUBS, MIN> {
     const SUBS: usize = SUBS;
     const MIN: bool = false; // None apart from the pairs'.
     const INTEGERS: bool = true;
-    const PAIRS: bool = true;
+    const WORDS: bool = true;
+    const PAIRS: bool = MIN;
     const BYTES: usize = if MIN { 4 * LANES } else { 2 * LANES };
     #[inline(always)]
     fn read<V: Integers>(v: V, group: &[u8], _: usize) -> (V::I, V::I) {
@@ -366,8 +369,9 @@ fn tile<V: Integers, C: Codes, S: Scales, const R: usize>(
         } else {
             for sub in 0..S::SUBS {
                 for r in 0..R {
-                    whole[r] = if S::PAIRS {
-                        v.add_pairs(v.flip(part[sub][r]), scale[sub], whole[r])
+                    whole[r] = if S::WORDS {
+                        let part = if S::PAIRS { v.flip(part[sub][r]) } else { part[sub][r] };
+                        v.add_pairs(part, scale[sub], whole[r])
                     } else {
                         v.mul_add(part[sub][r], scale[sub], whole[r])
                     };
