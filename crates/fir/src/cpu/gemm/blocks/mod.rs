@@ -42,8 +42,8 @@ const SEVERAL: usize = 64;
 /// Rows from which AMX is faster than vectors, for formats with integer scales, a panel of which it unpacks into twice the bytes, and
 /// for codes of eight bits: 40 rows of Q8_0 took 1.27 times as long.
 const TILED: usize = 65;
-/// The same for scales in steps, whose panels come in the order of memory: 24 rows took 1.2 to 1.4 times as long as in vectors, 48 rows
-/// as long, 64 rows 0.64 to 0.75 times as long.
+/// The same for scales in steps, whose panels come in the order of memory: 24 rows took 1.15 to 1.5 times as long as in vectors, 48 rows
+/// as long, 64 rows 0.64 to 0.92 times as long.
 const STEPPED: usize = 49;
 /// More rows than several are made up to a multiple of this: two tiles of AMX.
 const MANY: usize = 32;
