@@ -42,9 +42,8 @@ const SEVERAL: usize = 64;
 /// Rows from which AMX is faster than vectors, for formats with integer scales, a panel of which it unpacks into twice the bytes, and
 /// for codes of eight bits: 40 rows of Q8_0 took 1.27 times as long.
 const TILED: usize = 65;
-/// The same for scales in steps, whose panels come in the order of memory: 24 rows took 1.15 to 1.5 times as long as in vectors, 48 rows
-/// as long, 64 rows 0.64 to 0.92 times as long.
-const STEPPED: usize = 49;
+/// The same for scales in steps: 40 rows of 4 bits took 1.1 times as long through tiles, of 5 bits 0.9 times, 48 rows 0.76 to 0.98.
+const STEPPED: usize = 41;
 /// More rows than several are made up to a multiple of this: two tiles of AMX.
 const MANY: usize = 32;
 /// Rows per pass over all weights: a unit's sums stay in the second-level cache.
@@ -174,11 +173,7 @@ fn pass<X: Lane, O: Lane>(cpu: &Cpu, x: Rows<'_, X>, w: &Packed, out: RowsMut<'_
     let tiled = w.k() > 0 && kernel::is_tiled(cpu, w.format(), rows); // Their sums begin with the first cell.
     let stepped = w.format().is_stepped();
     let grouped = tiled && !stepped && w.format().elements() == GROUP;
-    let padded = match (grouped, tiled) {
-        (true, _) => rows.next_multiple_of(LANES),
-        (_, true) => rows.next_multiple_of(MANY),
-        _ => kernel::padded(rows),
-    };
+    let padded = if tiled { rows.next_multiple_of(LANES) } else { kernel::padded(rows) };
     // Eight units per worker, so that a late one costs an eighth of its share.
     let each = match (rows, tiled) {
         _ if grouped || (tiled && stepped) => panels.div_ceil(8 * cpu.workers()).next_multiple_of(2).min(TILE_PANELS),

@@ -61,7 +61,7 @@ pub(super) fn run<V: Integers, C: Codes, S: Scales>(
     let cell = Cell { groups: 0, codes: &[], scales: &[], shared: &[] };
     let (right, minima) = (Aligned([0; 8 * TILE]), Aligned([[0; LANES]; 16]));
     let mut prepared = [Prepared { cell, first: true, right, minima }; AT_ONCE];
-    let (strips, turn) = (rows / ROWS, AT_ONCE * rows * LANES);
+    let (strips, turn) = (rows.div_ceil(ROWS), AT_ONCE * rows * LANES);
     let (cells, turns) = (w.k().div_ceil(SUPER), sums.len().div_ceil(turn));
     // Weights in their order, as long as the activations of all cells are near; else those of a cell are.
     let by_cell = size_of_val(acts) > NEAR;
@@ -74,7 +74,7 @@ pub(super) fn run<V: Integers, C: Codes, S: Scales>(
             (out.cell, out.first) = (w.cell(w.panel(first + t * AT_ONCE + p), s), s == 0);
             prepare::<V, C, S>(v, centre(w.format()), out, !by_cell);
         }
-        amx.run(Multiply { v, acts, prepared, sums, of: PhantomData::<S> });
+        amx.run(Multiply { v, acts, rows, prepared, sums, of: PhantomData::<S> });
     }
 }
 
@@ -116,6 +116,8 @@ fn prepare<V: Integers, C: Codes, S: Scales>(v: V, centre: i32, out: &mut Prepar
 struct Multiply<'a, V: Integers, S> {
     v: V,
     acts: &'a [Strip],
+    /// A multiple of 16.
+    rows: usize,
     prepared: &'a [Prepared<'a>],
     sums: &'a mut [f32],
     of: PhantomData<S>,
@@ -125,8 +127,8 @@ impl<V: Integers, S: Scales> TileKernel for Multiply<'_, V, S> {
     type Out = ();
     #[inline(always)]
     fn run(self, _: Avx512, tiles: Tiles) {
-        let Self { v, acts, prepared, sums, .. } = self;
-        let rows = acts.len() * ROWS;
+        let Self { v, acts, rows, prepared, sums, .. } = self;
+        let own = |r: usize| ROWS.min(rows - r * ROWS);
         let mut product = Aligned([0i32; SUMS]);
         let mut minima = Aligned([0f32; ROWS * LANES]);
         let mut last: Option<(usize, usize)> = None;
@@ -139,14 +141,14 @@ impl<V: Integers, S: Scales> TileKernel for Multiply<'_, V, S> {
                     // Low and high, a step of four.
                     let right = Right { data: &cell.right.0[step * TILE..], stride: 4 * TILE };
                     match step {
-                        0 => tiles.begin_i8(left, right, &mut product.0),
-                        _ => tiles.step_i8(left, right),
+                        0 => tiles.begin_i8(left, right, own(r) < ROWS, &mut product.0),
+                        _ => tiles.step_i8(left, right, own(r) < ROWS),
                     }
                     // The cell before, some of its rows beside each step.
                     if let Some((p, r)) = last {
                         let at = (p * rows + r * ROWS) * LANES;
-                        let (scales, sums) = (&acts[r].scales, &mut sums[at..at + ROWS * LANES]);
-                        let now = ROWS * step / steps..ROWS * (step + 1) / steps;
+                        let (scales, sums) = (&acts[r].scales, &mut sums[at..at + own(r) * LANES]);
+                        let now = own(r) * step / steps..own(r) * (step + 1) / steps;
                         finish::<V, S>(v, &product.0, &minima.0, now, &prepared[p], scales, sums);
                     }
                 }
@@ -160,8 +162,8 @@ impl<V: Integers, S: Scales> TileKernel for Multiply<'_, V, S> {
         if let Some((p, r)) = last {
             tiles.end(&mut product.0);
             let at = (p * rows + r * ROWS) * LANES;
-            let sums = &mut sums[at..at + ROWS * LANES];
-            finish::<V, S>(v, &product.0, &minima.0, 0..ROWS, &prepared[p], &acts[r].scales, sums);
+            let sums = &mut sums[at..at + own(r) * LANES];
+            finish::<V, S>(v, &product.0, &minima.0, 0..own(r), &prepared[p], &acts[r].scales, sums);
         }
     }
 }
