@@ -171,19 +171,18 @@ pub(crate) fn gemm(cpu: &Cpu, x: TensorRef<'_>, w: &Packed, out: TensorMut<'_>) 
 fn pass<X: Lane, O: Lane>(cpu: &Cpu, x: Rows<'_, X>, w: &Packed, out: RowsMut<'_, O>) {
     let (rows, panels) = (out.range().len(), w.n().div_ceil(LANES));
     let tiled = w.k() > 0 && kernel::is_tiled(cpu, w.format(), rows); // Their sums begin with the first cell.
-    let stepped = w.format().is_stepped();
-    let grouped = tiled && !stepped && w.format().elements() == GROUP;
+    let grouped = tiled && w.format().elements() == GROUP;
     let padded = if tiled { rows.next_multiple_of(LANES) } else { kernel::padded(rows) };
     // Eight units per worker, so that a late one costs an eighth of its share.
     let each = match (rows, tiled) {
-        _ if grouped || (tiled && stepped) => panels.div_ceil(8 * cpu.workers()).next_multiple_of(2).min(TILE_PANELS),
+        _ if grouped => panels.div_ceil(8 * cpu.workers()).next_multiple_of(2).min(TILE_PANELS),
         (..=SEVERAL, _) => panels.div_ceil(8 * cpu.workers()),
         (_, true) => panels.div_ceil(2 * cpu.workers()).min(TILE_PANELS),
         _ => PANELS,
     };
     if tiled {
         let mut strips = STRIPS.take();
-        quantize_rows(cpu, x, w, out.range(), padded, !stepped && w.format().has_min(), &mut strips);
+        quantize_rows(cpu, x, w, out.range(), padded, !grouped && w.format().has_min(), &mut strips);
         multiply(cpu, Acts::Strips(&strips), w, padded, each, out);
         STRIPS.set(strips);
     } else {
