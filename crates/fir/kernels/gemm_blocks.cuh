@@ -1,6 +1,7 @@
 // gemm_blocks.cuh: products with weights in GGUF's block formats, by integer tensor cores.
 //
-//   out[i, j] = sum over 256 columns at a time, in order: out = fma(t, scale of x, out)
+//   out[i, j] = sum over 256 columns at a time, in order: out = fma(t, scale of x, out), then for each column l taken out of x
+//               out = fma(w[j, l], x[i, l], out)
 //   t         = the sum of d * (codes of w . codes of x), exact within a scale; see ops/gemm/blocks.rs
 //
 // Integer sums are exact and the steps in f32 have one order: the bits are those of the CPU, for any number of rows.
@@ -17,7 +18,7 @@
 // needs           sm_80
 //
 // reads  x, packed weights
-// writes codes, sums and scales of x; out
+// writes codes, sums and scales of x, what is taken out of it; out
 // twins  src/cpu/gemm/blocks/mod.rs, src/reference/gemm/blocks.rs
 #pragma once
 #include <fir/base/cp_async.cuh>
@@ -26,6 +27,13 @@
 
 namespace fir {
 
+// Elements of 256 of a row that are multiplied on their own, in ascending order.
+struct Taken {
+  u32 count;
+  u8 places[4];
+  float values[4];
+};
+
 struct BlocksParams {
   const void* x;
   const u8* w;
@@ -33,6 +41,7 @@ struct BlocksParams {
   u32* codes;      // [tiles, cells, 8, 32, 4]: tiles of 16 rows; zeros past m and k
   i32* sums;       // [tiles, cells, 16, 16]: of the codes of a sub-block, by row
   float* scales;   // [tiles, cells, 16]
+  Taken* taken;    // [tiles, cells, 16]
   u64 x_stride, out_stride;
   u64 panel_bytes;
   u32 m, n, k, cells;
@@ -279,6 +288,45 @@ __device__ __forceinline__ void multiply_few(const BlocksParams& p, u32 cell, u3
   }
 }
 
+// Weight `column` of row `in` of a panel that is not in shared memory.
+template <class F>
+__device__ __forceinline__ float weight_at(const u8* panel, u32 in, u32 columns, u32 column) {
+  const u32 index = column / 256, left = columns - index * 256, groups = left < 256 ? left / 32 : 8;
+  const u32 g = column % 256 / 32, i = column % 32 / 4, byte = column % 4 * 8;
+  const u8* cell = panel + u64(index) * F::kCell;
+  const u8 *scales = cell + groups * F::kCodes, *shared = scales + groups * F::kScales, *own = scales + g * F::kScales;
+  auto word = [](const u8* at) { return *reinterpret_cast<const u32*>(at); };
+  const u8* codes_at = cell + g * F::kCodes + 4 * in;
+  u32 code = word(codes_at + 64 * (i * F::kLow / 8)) >> byte >> (i * F::kLow % 8) & ((1u << F::kLow) - 1);
+  if constexpr (F::kHigh > 0) {
+    code |= (word(codes_at + 64 * F::kLow + 64 * (i * F::kHigh / 8)) >> byte >> (i * F::kHigh % 8) & ((1u << F::kHigh) - 1)) << F::kLow;
+  }
+  const i32 level = static_cast<signed char>(levels<F>(code) & 0xff);
+  auto half = [&](const u8* at) { return to_float(reinterpret_cast<const f16*>(at)[in]); };
+  if constexpr (F::kSmall) {
+    float y = half(own) * float(level);
+    if constexpr (F::kMin) y += half(own + 32);
+    return y;
+  } else if constexpr (F::kSteps) {
+    const u32 factor = F::kMin ? word(own + 4 * in) : reinterpret_cast<const u16*>(own)[in];
+    return __fmul_rn(half(shared), float(low_of(factor) * level + (F::kMin ? high_of(factor) : 0)));
+  } else {
+    const u32 j = F::kSub == 16 ? column % 32 / 16 : 0, scale = own[16 * j + in];
+    const bool nibbles = F::kMin && F::kSub == 16;
+    const float y = half(shared) * float(nibbles ? i32(scale & 15) : i32(static_cast<signed char>(scale))) * float(level);
+    if constexpr (!F::kMin) return y;
+    else return fmaf(-half(shared + 32), float(nibbles ? scale >> 4 : u32(own[16 + in])), y);
+  }
+}
+
+// Adds what was taken out of a row in a cell.
+template <class F>
+__device__ __forceinline__ float add_taken(const BlocksParams& p, const Taken& taken, u32 index, u32 column, float y) {
+  const u8* panel = p.w + column / 16 * p.panel_bytes;
+  for (u32 i = 0; i < taken.count; ++i) y = fmaf(weight_at<F>(panel, column % 16, p.k, index * 256 + taken.places[i]), taken.values[i], y);
+  return y;
+}
+
 // A cell on its way to shared memory, by one warp.
 template <class F>
 __device__ __forceinline__ void fetch_cell(const BlocksParams& p, u32 to, u32 panel, u32 index, u32 lane) {
@@ -339,7 +387,10 @@ __device__ __forceinline__ void few_rows(const BlocksParams& p, u8* smem, float 
         const float* scale = p.scales + (u64(tile) * p.cells + first) * 16 + row;
 #pragma unroll
         for (u32 i = 0; i < kWarps; ++i) {
-          if (first + i < p.cells) y = fmaf(parts[turn][i][row][column], scale[16 * i], y);
+          if (first + i < p.cells) {
+            y = fmaf(parts[turn][i][row][column], scale[16 * i], y);
+            y = add_taken<F>(p, p.taken[(u64(tile) * p.cells + first + i) * 16 + row], first + i, panel * 16 + column, y);
+          }
         }
       }
       turn ^= 1;
@@ -386,6 +437,16 @@ __global__ void __launch_bounds__(128, 2) gemm_many(const __grid_constant__ Bloc
       const float by[2] = {scale[0], scale[8]};
 #pragma unroll
       for (int i = 0; i < 8; ++i) y[m][i / 4][i % 4] = fmaf(t[m][i / 4][i % 4], by[i % 4 / 2], y[m][i / 4][i % 4]);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const Taken& taken = p.taken[(u64(tile + m) * p.cells + index) * 16 + lane / 4 + 8 * h];
+        if (taken.count == 0) continue;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          float& sum = y[m][i / 2][2 * h + i % 2];
+          sum = add_taken<F>(p, taken, index, panel * 16 + 8 * (i / 2) + 2 * (lane % 4) + i % 2, sum);
+        }
+      }
     }
   }
   start_next();
@@ -396,26 +457,69 @@ __global__ void __launch_bounds__(128, 2) gemm_many(const __grid_constant__ Bloc
   }
 }
 
-// scale = max|x| / 127, code = round(x / scale), ties to even; zeros if that is 0; NaN if an element is not finite.
+// scale = max|x| / 127, code = round(x / scale), ties to even; zeros if that is 0; NaN if an element is not finite. Up to four
+// elements over three times the mean of 16 maxima, those of the elements 16 apart, are taken out before.
 template <int kSub>
 __global__ void __launch_bounds__(512) quantize_rows(const __grid_constant__ BlocksParams p) {
   const u32 lane = threadIdx.x % 32, in = threadIdx.x / 32, cell = blockIdx.x, tile = blockIdx.y, row = tile * 16 + in;
   wait_for_previous();
-  float x[8];
-  float most = 0.f;
+  float x[8], classes[8];
   bool finite = true;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const u32 column = cell * 256 + lane * 8 + i;
     x[i] = row < p.m && column < p.k ? load_any(p.x, row * p.x_stride + column, p.x_type) : 0.f;
-    most = fmaxf(most, fabsf(x[i]));
+    classes[i] = fabsf(x[i]);
     finite &= fabsf(x[i]) < __int_as_float(0x7f800000);
   }
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, step));
   finite = __all_sync(0xffffffffu, finite);
-  const float scale = finite ? __fdiv_rn(most, 127.f) : __int_as_float(0x7fc00000);
+  // Every other lane has eight of the sixteen.
+#pragma unroll
+  for (int step = 2; step < 32; step *= 2) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) classes[i] = fmaxf(classes[i], __shfl_xor_sync(0xffffffffu, classes[i], step));
+  }
+  // Made one: first those 8 apart, then 4, 2 and 1.
+  float sums[8], most = 0.f;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const float other = __shfl_xor_sync(0xffffffffu, classes[i], 1);
+    sums[i] = __fadd_rn(classes[i], other);
+    most = fmaxf(most, fmaxf(classes[i], other));
+  }
+#pragma unroll
+  for (int half = 4; half > 0; half /= 2) {
+#pragma unroll
+    for (int i = 0; i < half; ++i) sums[i] = __fadd_rn(sums[i], sums[i + half]);
+  }
   const u64 place = u64(tile) * p.cells + cell;
+  const float bound = __fmul_rn(3.f / 16.f, sums[0]);
+  Taken& taken = p.taken[place * 16 + in];
+  u32 count = 0, before = 0;
+  if (finite && most > bound) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const u32 large = __ballot_sync(0xffffffffu, fabsf(x[i]) > bound);
+      count += __popc(large);
+      before += __popc(large & ((1u << lane) - 1));
+    }
+    if (count > 4) count = 0;
+    if (count > 0) {
+      most = 0.f;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        if (fabsf(x[i]) > bound) {
+          taken.places[before] = lane * 8 + i, taken.values[before] = x[i], ++before;
+          x[i] = 0.f;
+        }
+        most = fmaxf(most, fabsf(x[i]));
+      }
+#pragma unroll
+      for (int step = 16; step > 0; step /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, step));
+    }
+  }
+  if (lane == 0) taken.count = count;
+  const float scale = finite ? __fdiv_rn(most, 127.f) : __int_as_float(0x7fc00000);
   u32 word[2] = {};
   i32 sum = 0;
   if (finite && scale > 0.f) {
@@ -444,32 +548,8 @@ __global__ void __launch_bounds__(512) quantize_rows(const __grid_constant__ Blo
 template <class F>
 __global__ void __launch_bounds__(256) expand_rows(const __grid_constant__ BlocksParams p) {
   wait_for_previous();
-  const u32 row = blockIdx.x, in = row % 16;
-  for (u32 k = threadIdx.x; k < p.k; k += 256) {
-    const u32 index = k / 256, left = p.k - index * 256, groups = left < 256 ? left / 32 : 8;
-    const u32 g = k % 256 / 32, i = k % 32 / 4, byte = k % 4 * 8;
-    const u8* cell = p.w + row / 16 * p.panel_bytes + u64(index) * F::kCell;
-    const u8 *scales = cell + groups * F::kCodes, *shared = scales + groups * F::kScales, *own = scales + g * F::kScales;
-    auto word = [](const u8* at) { return *reinterpret_cast<const u32*>(at); };
-    const u8* codes_at = cell + g * F::kCodes + 4 * in;
-    u32 code = word(codes_at + 64 * (i * F::kLow / 8)) >> byte >> (i * F::kLow % 8) & ((1u << F::kLow) - 1);
-    if constexpr (F::kHigh > 0) {
-      code |= (word(codes_at + 64 * F::kLow + 64 * (i * F::kHigh / 8)) >> byte >> (i * F::kHigh % 8) & ((1u << F::kHigh) - 1)) << F::kLow;
-    }
-    const float level = float(static_cast<signed char>(levels<F>(code) & 0xff));
-    auto half = [&](const u8* at) { return to_float(reinterpret_cast<const f16*>(at)[in]); };
-    float y;
-    if constexpr (F::kSmall) {
-      y = half(own) * level;
-      if constexpr (F::kMin) y += half(own + 32);
-    } else {
-      const u32 j = F::kSub == 16 ? k % 32 / 16 : 0, scale = own[16 * j + in];
-      const bool nibbles = F::kMin && F::kSub == 16;
-      y = half(shared) * float(nibbles ? i32(scale & 15) : i32(static_cast<signed char>(scale))) * level;
-      if constexpr (F::kMin) y -= half(shared + 32) * float(nibbles ? scale >> 4 : u32(own[16 + in]));
-    }
-    put(p, row, k, y);
-  }
+  const u32 row = blockIdx.x;
+  for (u32 k = threadIdx.x; k < p.k; k += 256) put(p, row, k, weight_at<F>(p.w + row / 16 * p.panel_bytes, row % 16, p.k, k));
 }
 
 }  // namespace fir

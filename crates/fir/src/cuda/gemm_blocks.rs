@@ -21,6 +21,7 @@ params! {
         codes: Address,
         sums: Address,
         scales: Address,
+        taken: Address,
         x_stride: u64,
         out_stride: u64,
         panel_bytes: u64,
@@ -56,6 +57,8 @@ const MANY: usize = 64;
 const PASS: usize = 8192;
 /// Columns of a cell.
 const CELL: usize = 256;
+/// Bytes of what is taken out of 256 elements of a row: how many, where, and up to four of them.
+const TAKEN: usize = 24;
 /// Weights of a panel.
 const PANEL: usize = 16;
 
@@ -131,6 +134,7 @@ pub(crate) fn gemm<'a>(
     params.codes = call.scratch("codes", tiles * cells * CELL * PANEL)?;
     params.sums = call.scratch("sums", tiles * cells * 16 * PANEL * 4)?;
     params.scales = call.scratch("scales", tiles * cells * PANEL * 4)?;
+    params.taken = call.scratch("taken", tiles * cells * PANEL * TAKEN)?;
     let quantize = gpu.kernel(source("quantize_rows", &w.format.sub().to_string()))?;
     let multiply = gpu.kernel(source(if few { "gemm_few" } else { "gemm_many" }, &name))?;
     for from in (0..m).step_by(PASS) {

@@ -64,6 +64,11 @@ impl std::fmt::Debug for BlockWeights {
 ///
 /// `sa = max|x| / 127`, `a = round(x / sa)`, ties to even, within ±127; zeros if `sa` is 0
 ///
+/// Up to four of the 256 may be far larger than the others: those over three times the mean of 16 maxima, of the elements 16 apart (of more than
+/// four none is). They are taken out: their `a` is 0, and they do not count for `sa`. Each adds its product with the weight, both f32, in one
+/// fused step, in ascending order after what the other elements add. In models they are what most of the error would come from: with them quantized
+/// the perplexity of SmolLM2-135M is 1.75 % higher.
+///
 /// With `isum` the integer dot product of `a` and the codes that share a scale, and `asum` the sum of that `a`, both
 /// exact, such 256 elements add `t * sa` to an output in one fused step, where
 ///

@@ -53,8 +53,15 @@ pub fn product_weights(p: Precision, format: BlockFormat, data: &[u8], k: usize)
     out
 }
 
+/// Most elements of 256 that are not quantized.
+const TAKEN: usize = 4;
+/// How many times as large as the mean of their maxima they are.
+const LARGE: f32 = 3.0;
+
 /// `out[i, j] = Σ_l xq[i, l] * w[j, l]`, where `w` is [`product_weights`] and `xq` is `x` quantized: per 256 elements of a row,
-/// `sa = max|x| / 127` in f32, and `xq = sa * round(x / sa)`, ties to even, within ±127; NaN if one of them is not finite.
+/// `sa = max|x| / 127` in f32, and `xq = sa * round(x / sa)`, ties to even, within ±127; NaN if one of them is not finite. Elements over
+/// [`LARGE`] times the mean of 16 maxima, those of the elements 16 apart, stay as they are and count for no `sa`, unless they are more than
+/// [`TAKEN`].
 ///
 /// `data` holds `n` rows of blocks.
 pub fn block_gemm(p: Precision, x: TensorRef<'_>, format: BlockFormat, data: &[u8], n: usize) -> Result<Vec<f64>> {
@@ -76,7 +83,16 @@ pub fn block_gemm(p: Precision, x: TensorRef<'_>, format: BlockFormat, data: &[u
 
 fn quantize(x: &[f32]) -> Vec<f64> {
     let finite = x.iter().all(|x| x.is_finite());
-    let scale = if finite { x.iter().fold(0f32, |most, x| most.max(x.abs())) / 127.0 } else { f32::NAN };
+    let most = |x: &mut dyn Iterator<Item = f32>| x.fold(0f32, |most, x| most.max(x.abs()));
+    let mut maxima: Vec<f32> = (0..16).map(|c| most(&mut x.iter().skip(c).step_by(16).copied())).collect();
+    while maxima.len() > 1 {
+        let upper = maxima.split_off(maxima.len() / 2);
+        maxima.iter_mut().zip(upper).for_each(|(sum, x)| *sum += x);
+    }
+    let bound = LARGE / 16.0 * maxima[0];
+    let bound = if x.iter().filter(|x| x.abs() > bound).count() > TAKEN { f32::INFINITY } else { bound };
+    let scale = if finite { most(&mut x.iter().copied().filter(|x| x.abs() <= bound)) / 127.0 } else { f32::NAN };
     let code = |x: f32| if scale == 0.0 { 0.0 } else { (x / scale).round_ties_even().clamp(-127.0, 127.0) };
-    x.iter().map(|&x| f64::from(code(x)) * f64::from(scale)).collect()
+    let number = |&x: &f32| if x.abs() > bound { x.into() } else { f64::from(code(x)) * f64::from(scale) };
+    x.iter().map(number).collect()
 }

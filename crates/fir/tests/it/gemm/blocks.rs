@@ -125,6 +125,59 @@ fn matches_reference_for_every_format_and_number_of_rows() {
     });
 }
 
+/// A few elements far over the others, in some rows too many of them: at every level, device and number of rows the same bits.
+#[test]
+fn large_elements_are_multiplied_on_their_own() {
+    let mut rng = Rng::new(8);
+    for (i, format) in BlockFormat::ALL.into_iter().enumerate() {
+        let (n, k) = (37, if format.elements() == 32 { 736 } else { 768 });
+        let data = random_blocks(&mut rng, format, n, k);
+        for m in [1, 2, 7, 20, 50, 75, 130] {
+            let mut x = rng.normals(m * k);
+            for cell in x.chunks_mut(k).flat_map(|row| row.chunks_mut(256)) {
+                for _ in 0..rng.below(7) {
+                    cell[rng.below(cell.len())] = [20.0, -35.0, 700.0, -1e5][rng.below(4)];
+                }
+            }
+            let x = Tensor::from_f32(FLOATS[i % 3], &x, &[m, k]).unwrap();
+            let portable = Exec::cpu_with(Level::Portable, 1).unwrap();
+            let w = BlockWeights::pack(&portable, format, &data, n, k).unwrap();
+            let want = product(&portable, x.view(), &w, DType::F32);
+            assert_matches(&format!("{format} {m} rows"), want.view(), n, |p| {
+                reference::block_gemm(p, x.view(), format, &data, n)
+            });
+            every_exec(|exec| {
+                let w = BlockWeights::pack(exec, format, &data, n, k).unwrap();
+                assert_eq!(bits(&product(exec, x.view(), &w, DType::F32)), bits(&want), "{exec:?} {format} {m} rows");
+            });
+        }
+    }
+}
+
+/// What one element of a thousand times the others costs these: nothing. Without it being taken out all of them would be 0.
+#[test]
+fn a_large_element_does_not_spoil_the_others() {
+    let mut rng = Rng::new(9);
+    let (n, k) = (16, 256);
+    let data = random_blocks(&mut rng, BlockFormat::Q4_1, n, k);
+    let weights = reference::product_weights(Precision::Exact, BlockFormat::Q4_1, &data, k);
+    let plain = rng.normals(k);
+    let mut large = plain.clone();
+    large[77] = 3000.0;
+    every_exec(|exec| {
+        let w = BlockWeights::pack(exec, BlockFormat::Q4_1, &data, n, k).unwrap();
+        let error = |x: &[f32]| {
+            let out = product(exec, TensorRef::new(x, &[1, k]).unwrap(), &w, DType::F32);
+            let exact = weights.chunks(k).map(|w| w.iter().zip(x).map(|(w, &x)| w * f64::from(x)).sum::<f64>());
+            let errors =
+                out.as_slice::<f32>().unwrap().iter().zip(exact).map(|(&got, want)| (f64::from(got) - want).abs());
+            errors.fold(0.0, f64::max)
+        };
+        let (plain, large) = (error(&plain), error(&large));
+        assert!(large < 2.0 * plain, "{exec:?}: {large} beside {plain}");
+    });
+}
+
 /// More panels than a GPU has blocks at a time, and more cells than a block has warps.
 #[test]
 fn wide_and_deep_weights_give_every_device_the_same_bits() {

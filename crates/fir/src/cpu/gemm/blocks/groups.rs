@@ -9,9 +9,9 @@ use std::marker::PhantomData;
 
 use bytemuck::{Pod, Zeroable};
 
-use super::kernel::{AHEAD, Codes, each};
+use super::kernel::{AHEAD, Codes, Halves, add_taken, each};
 use super::pack::{Cell, GROUP, LANES, Packed, SUPER};
-use super::{Line, MANY, NEAR, Strip};
+use super::{Line, MANY, NEAR, Strip, centre};
 use crate::cpu::arch::{Amx, Avx512, Left, PAIR, TileKernel, Tiles, prefetch_ahead};
 use crate::cpu::integers::Integers;
 
@@ -44,7 +44,8 @@ struct Scratch {
 
 /// A block: 16 rows of a cell times a panel.
 #[derive(Clone, Copy)]
-struct Block {
+struct Block<'a> {
+    cell: Cell<'a>,
     /// Which strip of `acts`, and which half of it.
     acts: (usize, usize),
     codes: usize,
@@ -94,7 +95,8 @@ impl<V: Integers, C: Codes> TileKernel for Multiply<'_, V, C> {
     fn run(self, _: Avx512, tiles: Tiles) {
         let Self { v, acts, w, first, rows, sums, scratch: Scratch { codes, factors, products }, .. } = self;
         let (panels, cells) = (sums.len() / rows, w.k().div_ceil(SUPER));
-        let mut pipe = Pipe { v, tiles, acts, sums, products, last: None };
+        let offset = centre(w.format());
+        let mut pipe = Pipe { v, tiles, acts, offset, sums, products, last: None, of: PhantomData::<C> };
         let (turns, mut pairs) = (panels.div_ceil(AT_ONCE), 0);
         // Weights in their order, as long as the activations of all cells are near; else those of a cell are.
         let by_cell = size_of_val(acts) > NEAR;
@@ -102,9 +104,11 @@ impl<V: Integers, C: Codes> TileKernel for Multiply<'_, V, C> {
             let (s, turn) = if by_cell { (i / turns, i % turns) } else { (i % cells, i / cells) };
             let now = AT_ONCE * turn..panels.min(AT_ONCE * (turn + 1));
             let to = i % 2 * AT_ONCE;
+            let mut cells_now = [w.cell(w.panel(first + now.start), s); AT_ONCE];
             let mut groups = 0;
-            for ((codes, factors), p) in codes.iter_mut().zip(&mut factors[to..]).zip(now.clone()) {
+            for (at, ((codes, factors), p)) in codes.iter_mut().zip(&mut factors[to..]).zip(now.clone()).enumerate() {
                 let cell = w.cell(w.panel(first + p), s);
+                cells_now[at] = cell;
                 groups = cell.groups;
                 prepare::<V, C>(v, w.format().offset() as u8, cell, codes, factors, !by_cell);
             }
@@ -116,7 +120,14 @@ impl<V: Integers, C: Codes> TileKernel for Multiply<'_, V, C> {
             for r in (0..rows).step_by(LANES) {
                 for (at, p) in now.clone().enumerate() {
                     let acts = (s * rows.div_ceil(MANY) + r / MANY, r / LANES % 2);
-                    let block = Block { acts, codes: at, factors: to + at, sums: p * rows + r, first: s == 0 };
+                    let block = Block {
+                        cell: cells_now[at],
+                        acts,
+                        codes: at,
+                        factors: to + at,
+                        sums: p * rows + r,
+                        first: s == 0,
+                    };
                     if pairs == PAIRS {
                         pipe.step::<PAIRS>(block, codes, factors);
                     } else {
@@ -154,23 +165,25 @@ fn prepare<V: Integers, C: Codes>(
 }
 
 /// Tile products of a block beside the f32 steps of the one before.
-struct Pipe<'a, V> {
+struct Pipe<'a, V, C> {
     v: V,
     tiles: Tiles,
     acts: &'a [Strip],
+    offset: i32,
     sums: &'a mut [Line],
     products: &'a mut Products,
-    last: Option<Block>,
+    last: Option<Block<'a>>,
+    of: PhantomData<C>,
 }
 
-impl<V: Integers> Pipe<'_, V> {
+impl<'a, V: Integers, C: Codes> Pipe<'a, V, C> {
     /// Begins a block of `N` pairs and finishes the one before: a turn begins a pair, stores the sums of half a
     /// block ago, and adds those that were stored half a block before that.
     #[inline(always)]
-    fn step<const N: usize>(&mut self, block: Block, codes: &[Tiled; AT_ONCE], factors: &[Factors]) {
+    fn step<const N: usize>(&mut self, block: Block<'a>, codes: &[Tiled; AT_ONCE], factors: &[Factors]) {
         let (v, last) = (self.v, self.last.unwrap_or(block));
         let (left, right) = (&self.acts[block.acts.0].codes, &codes[block.codes]);
-        let (acts, of) = (&self.acts[last.acts.0], &factors[last.factors]);
+        let of = &factors[last.factors];
         let mut t = [v.splat_f32(0.0); LANES];
         each!(P in [0 1 2 3] {
             if P < N {
@@ -186,7 +199,7 @@ impl<V: Integers> Pipe<'_, V> {
             }
         });
         if let Some(last) = self.last.replace(block) {
-            finish(v, &t, half(&acts.scales, last), last.first, &mut self.sums[last.sums..last.sums + LANES]);
+            self.finish(&t, last);
         }
     }
 
@@ -200,18 +213,32 @@ impl<V: Integers> Pipe<'_, V> {
         } else {
             self.tiles.end_turn::<0>(&mut self.products[1]);
         }
-        let (acts, of) = (&self.acts[last.acts.0], &factors[last.factors]);
+        let of = &factors[last.factors];
         let mut t = [self.v.splat_f32(0.0); LANES];
         for (p, product) in self.products.iter().enumerate().take(pairs) {
             add(self.v, &mut t, product, of, p);
         }
-        finish(self.v, &t, half(&acts.scales, last), last.first, &mut self.sums[last.sums..last.sums + LANES]);
+        self.finish(&t, last);
+    }
+
+    /// The step of a cell: `t * scale` to the sums, and what was taken out.
+    #[inline(always)]
+    fn finish(&mut self, t: &[V::F; LANES], block: Block<'a>) {
+        let (v, acts, sums) = (self.v, &self.acts[block.acts.0], &mut self.sums[block.sums..block.sums + LANES]);
+        let rows = half(&acts.scales, block).iter().zip(half(&acts.taken, block));
+        for ((Line(sum), &t), (&scale, taken)) in sums.iter_mut().zip(t).zip(rows) {
+            let old = if block.first { v.splat_f32(0.0) } else { v.load(sum) };
+            v.store(v.fma(t, v.splat_f32(scale), old), sum);
+            if taken.count > 0 {
+                add_taken::<V, C, Halves>(v, self.offset, block.cell, taken, sum);
+            }
+        }
     }
 }
 
 /// Of a strip's rows those of a block.
 #[inline(always)]
-fn half<T>(of: &[T; MANY], block: Block) -> &[T; LANES] {
+fn half<'b, T>(of: &'b [T; MANY], block: Block<'_>) -> &'b [T; LANES] {
     &of.as_chunks().0[block.acts.1]
 }
 
@@ -223,14 +250,5 @@ fn add<V: Integers>(v: V, t: &mut [V::F; LANES], products: &[[i32; LANES * LANES
         for (t, product) in t.iter_mut().zip(product.as_chunks::<LANES>().0) {
             *t = v.fma(d, v.float(v.load_i32(product)), *t);
         }
-    }
-}
-
-/// The step of a cell: `t * scale` to the sums.
-#[inline(always)]
-fn finish<V: Integers>(v: V, t: &[V::F; LANES], scales: &[f32; LANES], first: bool, sums: &mut [Line]) {
-    for ((Line(sum), &t), &scale) in sums.iter_mut().zip(t).zip(scales) {
-        let old = if first { v.splat_f32(0.0) } else { v.load(sum) };
-        v.store(v.fma(t, v.splat_f32(scale), old), sum);
     }
 }

@@ -3,7 +3,7 @@
 use std::marker::PhantomData;
 
 use super::pack::{Cell, LANES, Packed, SUPER};
-use super::{Activations, Acts, FEW, Line, MANY, PANELS, SEVERAL, STEPPED, TILED};
+use super::{Activations, Acts, FEW, Line, MANY, PANELS, SEVERAL, STEPPED, TILED, Taken, centre};
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::arch::Amx;
 use crate::cpu::arch::prefetch_ahead;
@@ -75,8 +75,13 @@ pub(super) trait Codes: 'static {
     const RUN: usize = 32767 / (2 * 127 * ((1 << Self::BITS) - 1));
     /// The same codes, a byte each.
     type Plain: Codes;
-    /// Codes of elements `4 * I..4 * I + 4` of a group, of 16 rows.
-    fn read<V: Integers, const I: usize>(v: V, group: &[u8]) -> V::B;
+    /// Codes of elements `4 * i..4 * i + 4` of a group, of 16 rows.
+    fn read_at<V: Integers>(v: V, group: &[u8], i: usize) -> V::B;
+    /// The same, of a place that the compiler knows.
+    #[inline(always)]
+    fn read<V: Integers, const I: usize>(v: V, group: &[u8]) -> V::B {
+        Self::read_at(v, group, I)
+    }
 }
 
 /// A low plane and a high plane of so many bits.
@@ -87,14 +92,14 @@ impl<const LOW: usize, const HIGH: usize> Codes for Bits<LOW, HIGH> {
     const BITS: usize = LOW + HIGH;
     type Plain = Plain<LOW, HIGH>;
     #[inline(always)]
-    fn read<V: Integers, const I: usize>(v: V, group: &[u8]) -> V::B {
+    fn read_at<V: Integers>(v: V, group: &[u8], i: usize) -> V::B {
         let (low, high) = group.split_at(4 * LANES * LOW);
-        let plane = v.bytes(&low[4 * LANES * (I * LOW / 8)..]);
-        let codes = v.field(plane, (I * LOW % 8) as u32, 0, (1 << LOW) - 1);
+        let plane = v.bytes(&low[4 * LANES * (i * LOW / 8)..]);
+        let codes = v.field(plane, (i * LOW % 8) as u32, 0, (1 << LOW) - 1);
         if HIGH == 0 {
             return codes;
         }
-        let (plane, at) = (v.bytes(&high[4 * LANES * (I * HIGH / 8)..]), I * HIGH % 8);
+        let (plane, at) = (v.bytes(&high[4 * LANES * (i * HIGH / 8)..]), i * HIGH % 8);
         let (right, left) = (at.saturating_sub(LOW) as u32, LOW.saturating_sub(at) as u32);
         v.or(codes, v.field(plane, right, left, ((1 << HIGH) - 1) << LOW))
     }
@@ -108,7 +113,7 @@ impl Codes for Table {
     const BITS: usize = 8;
     type Plain = Plain<8, 0>;
     #[inline(always)]
-    fn read<V: Integers, const I: usize>(v: V, group: &[u8]) -> V::B {
+    fn read_at<V: Integers>(v: V, group: &[u8], i: usize) -> V::B {
         const UNSIGNED: [u8; 16] = {
             let (mut table, mut i) = ([0; 16], 0);
             while i < 16 {
@@ -117,7 +122,7 @@ impl Codes for Table {
             }
             table
         };
-        v.lookup(&UNSIGNED, Bits::<4, 0>::read::<V, I>(v, group))
+        v.lookup(&UNSIGNED, Bits::<4, 0>::read_at(v, group, i))
     }
 }
 
@@ -129,8 +134,8 @@ impl<const LOW: usize, const HIGH: usize> Codes for Plain<LOW, HIGH> {
     const BITS: usize = LOW + HIGH;
     type Plain = Self;
     #[inline(always)]
-    fn read<V: Integers, const I: usize>(v: V, group: &[u8]) -> V::B {
-        v.bytes(&group[4 * LANES * I..])
+    fn read_at<V: Integers>(v: V, group: &[u8], i: usize) -> V::B {
+        v.bytes(&group[4 * LANES * i..])
     }
 }
 
@@ -153,7 +158,7 @@ pub(super) trait Scales: 'static {
 }
 
 /// f16 per group.
-struct Halves;
+pub(super) struct Halves;
 /// A byte per sub-block, and f16 per cell; minima side by side with scales, or in the nibbles of one byte.
 struct Bytes<const SUBS: usize, const MIN: bool>;
 /// 16 bits per group, or a pair of them, and f16 per cell. Sums of activations and codes must fit into 16 bits, too: those of 5 bits do
@@ -227,6 +232,7 @@ impl<C: Codes, S: Scales> IntKernel for Product<'_, C, S> {
             };
         }
         let Acts::Rows(acts) = acts else { unreachable!("strips are made where there are tiles") };
+        let offset = centre(w.format());
         sums.fill(Line([0.0; LANES]));
         let sums: &mut [f32] = bytemuck::cast_slice_mut(sums);
         if rows <= anew::<V>() {
@@ -235,7 +241,7 @@ impl<C: Codes, S: Scales> IntKernel for Product<'_, C, S> {
                 for (s, acts) in acts.chunks_exact(rows).enumerate() {
                     let cell = w.cell(panel, s);
                     for (i, (acts, sums)) in acts.chunks(FEW).zip(sums.chunks_mut(FEW * LANES)).enumerate() {
-                        strip::<V, C, S>(v, cell, acts, sums, i == 0);
+                        strip::<V, C, S>(v, offset, cell, acts, sums, i == 0);
                     }
                 }
             }
@@ -253,7 +259,14 @@ impl<C: Codes, S: Scales> IntKernel for Product<'_, C, S> {
                     for (p, sums) in sums.chunks_exact_mut(rows * LANES).enumerate() {
                         let cell = w.cell(w.panel(first + p), s);
                         let cell = Cell { codes: &plain[p].0[..cell.groups * C::Plain::BYTES], ..cell };
-                        strip::<V, C::Plain, S>(v, cell, acts, &mut sums[r * FEW * LANES..][..FEW * LANES], false);
+                        strip::<V, C::Plain, S>(
+                            v,
+                            offset,
+                            cell,
+                            acts,
+                            &mut sums[r * FEW * LANES..][..FEW * LANES],
+                            false,
+                        );
                     }
                 }
             }
@@ -301,15 +314,22 @@ fn unpack<V: Integers, C: Codes>(v: V, cell: Cell<'_>, out: &mut [u8]) {
 
 /// A cell times 1, 2, 4 or 8 rows, as many at a time as the level holds; `ahead` if it comes from memory.
 #[inline(always)]
-fn strip<V: Integers, C: Codes, S: Scales>(v: V, cell: Cell<'_>, acts: &[Activations], sums: &mut [f32], ahead: bool) {
+fn strip<V: Integers, C: Codes, S: Scales>(
+    v: V,
+    offset: i32,
+    cell: Cell<'_>,
+    acts: &[Activations],
+    sums: &mut [f32],
+    ahead: bool,
+) {
     // With fewer steps to a sum there are two sums to keep for each row.
     let most = V::ROWS.min(if V::SIXTEEN_BITS && !C::WIDE && C::RUN < 4 { 2 } else { FEW }).min(acts.len()).max(1);
     for (acts, sums) in acts.chunks_exact(most).zip(sums.chunks_exact_mut(most * LANES)) {
         match most {
-            1 => tile::<V, C, S, 1>(v, cell, acts, sums, ahead),
-            2 => tile::<V, C, S, 2>(v, cell, acts, sums, ahead),
-            4 => tile::<V, C, S, 4>(v, cell, acts, sums, ahead),
-            _ => tile::<V, C, S, 8>(v, cell, acts, sums, ahead),
+            1 => tile::<V, C, S, 1>(v, offset, cell, acts, sums, ahead),
+            2 => tile::<V, C, S, 2>(v, offset, cell, acts, sums, ahead),
+            4 => tile::<V, C, S, 4>(v, offset, cell, acts, sums, ahead),
+            _ => tile::<V, C, S, 8>(v, offset, cell, acts, sums, ahead),
         }
     }
 }
@@ -318,6 +338,7 @@ fn strip<V: Integers, C: Codes, S: Scales>(v: V, cell: Cell<'_>, acts: &[Activat
 #[inline(always)]
 fn tile<V: Integers, C: Codes, S: Scales, const R: usize>(
     v: V,
+    offset: i32,
     cell: Cell<'_>,
     acts: &[Activations],
     sums: &mut [f32],
@@ -399,4 +420,50 @@ fn tile<V: Integers, C: Codes, S: Scales, const R: usize>(
         let sum = &mut sums[r * LANES..][..LANES];
         v.store(v.fma(t[r], v.splat_f32(rows[r].scale), v.load(sum)), sum);
     }
+    // Few rows have any: a loop of its own is not unrolled.
+    for (acts, sum) in rows.iter().zip(sums.chunks_exact_mut(LANES)) {
+        if acts.taken.count > 0 {
+            add_taken::<V, C, S>(v, offset, cell, &acts.taken, sum);
+        }
+    }
+}
+
+/// Adds the products of what was taken out of a row to its sums.
+#[inline(always)]
+pub(super) fn add_taken<V: Integers, C: Codes, S: Scales>(
+    v: V,
+    offset: i32,
+    cell: Cell<'_>,
+    taken: &Taken,
+    sum: &mut [f32],
+) {
+    let mut total = v.load(sum);
+    for (at, value) in taken.iter() {
+        let weights = weights::<V, C, S>(v, offset, cell, at);
+        total = v.fma(weights, v.splat_f32(value), total);
+    }
+    v.store(total, sum);
+}
+
+/// Element `at` of a cell's 16 rows; `offset` is what codes are less ([`super::centre`]).
+#[inline(always)]
+fn weights<V: Integers, C: Codes, S: Scales>(v: V, offset: i32, cell: Cell<'_>, at: usize) -> V::F {
+    let (g, step, byte) = (at / 32, at % 32 / 4, at % 4);
+    let (group, scales) = (&cell.codes[g * C::BYTES..][..C::BYTES], &cell.scales[g * S::BYTES..][..S::BYTES]);
+    let mut codes = [0u8; 4 * LANES];
+    v.store_bytes(C::read_at(v, group, step), &mut codes);
+    let words: &[i32; LANES] = bytemuck::cast_ref(&codes);
+    // Beside a minimum in the upper 16 bits of a scale stands a one.
+    let code = words.map(|word| (word >> (8 * byte) & 0xff) - offset);
+    let code = v.load_i32(&if S::PAIRS { code.map(|code| 1 << 16 | code & 0xffff) } else { code });
+    if !S::INTEGERS {
+        return v.mul(v.halves(scales), v.float(code));
+    }
+    let (scale, min) = S::read(v, scales, step * S::SUBS / 8);
+    let d = v.halves(cell.shared);
+    if S::WORDS {
+        return v.mul(d, v.float(v.add_pairs(code, scale, v.splat(0))));
+    }
+    let whole = v.mul(v.mul(d, v.float(scale)), v.float(code)); // The first is exact.
+    if S::MIN { v.fnma(v.halves(&cell.shared[2 * LANES..]), v.float(min), whole) } else { whole }
 }

@@ -54,6 +54,11 @@ const PANELS: usize = 4;
 /// in the second.
 const TILE_PANELS: usize = 16;
 
+/// Most elements of 256 that are multiplied on their own.
+const TAKEN: usize = 4;
+/// How many times as large as the mean of 16 maxima, of the elements 16 apart, these are.
+const LARGE: f32 = 3.0;
+
 /// Bytes of activations that stay in the second-level cache beside the rest. Those of all cells then do, and weights are
 /// read in their order.
 #[cfg(target_arch = "x86_64")]
@@ -82,7 +87,26 @@ struct Activations {
     /// bits and below it the sum times minus the [`centre`], bit 15 changed: so no sum of products borrows from the upper ones.
     sums: [i32; 16],
     scale: f32,
-    unused: [u32; 15],
+    taken: Taken,
+    unused: [u32; 9],
+}
+
+/// Elements of a row that are too large to be quantized with the others: most of what that would cost comes from these few. Their codes
+/// are 0, and kernels add their products with the weights in f32 ([`kernel::add_taken`]).
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct Taken {
+    count: u32,
+    places: [u8; TAKEN],
+    values: [f32; TAKEN],
+}
+
+impl Taken {
+    /// Places in ascending order, and values.
+    #[inline(always)]
+    fn iter(&self) -> impl Iterator<Item = (usize, f32)> {
+        self.places.into_iter().map(usize::from).zip(self.values).take(self.count as usize)
+    }
 }
 
 /// What is subtracted from codes before their products are added up.
@@ -116,6 +140,7 @@ struct Strip {
     /// Two tiles.
     sums: [[i32; 16]; MANY],
     scales: [f32; MANY],
+    taken: [Taken; MANY],
 }
 
 /// Rows of `x`, `[cells, padded rows]`.
@@ -148,7 +173,7 @@ impl Quantized for Strip {
         for (tiles, codes) in self.codes.iter_mut().zip(codes.as_chunks::<64>().0) {
             tiles[row] = *codes;
         }
-        (self.sums[row], self.scales[row]) = (acts.sums, acts.scale);
+        (self.sums[row], self.scales[row], self.taken[row]) = (acts.sums, acts.scale, acts.taken);
     }
 }
 
@@ -287,7 +312,7 @@ impl<X: Lane, T: Quantized> Kernel for Quantize<'_, X, T> {
             };
             let row = &self.x.row(r)[self.s * SUPER..];
             widen(v, &row[..row.len().min(SUPER)], &mut wide);
-            quantize(v, &wide, self.format, &mut acts);
+            quantize(v, &mut wide, self.format, &mut acts);
             for sum in acts.sums.iter_mut().take(if self.pairs { 16 } else { 0 }) {
                 // Up to 12 bits: the first eight, and the rest.
                 let (whole, upper) = (f32::from_bits(*sum as u32), *sum as u32 & 0xffff_0000);
@@ -299,7 +324,7 @@ impl<X: Lane, T: Quantized> Kernel for Quantize<'_, X, T> {
 }
 
 #[inline(always)]
-fn quantize<V: Vector>(v: V, x: &[f32; SUPER], format: BlockFormat, out: &mut Activations) {
+fn quantize<V: Vector>(v: V, x: &mut [f32; SUPER], format: BlockFormat, out: &mut Activations) {
     // Four of either: a maximum and a fused step take four cycles each, and there are up to two in every one.
     let (mut most, mut zeros) = ([v.splat(0.0); 4], [v.splat(0.0); 4]);
     let mut i = 0;
@@ -312,11 +337,25 @@ fn quantize<V: Vector>(v: V, x: &[f32; SUPER], format: BlockFormat, out: &mut Ac
         }
         i += 4 * V::LANES;
     }
-    let most = v.max(v.max(most[0], most[1]), v.max(most[2], most[3]));
+    // Of the elements `c`, `c + 16`, …
+    let (mut lanes, mut maxima) = ([0f32; 64], [0f32; 16]);
+    for (most, lanes) in most.into_iter().zip(lanes.chunks_exact_mut(V::LANES)) {
+        v.store(most, lanes);
+    }
+    let larger = |a: f32, b: f32| if b > a { b } else { a };
+    for lanes in lanes.as_chunks::<16>().0 {
+        maxima = std::array::from_fn(|i| larger(maxima[i], lanes[i]));
+    }
+    let mut most = halve(maxima, larger);
+    let bound = LARGE / 16.0 * halve(maxima, |a, b| a + b);
     let zeros = v.add(v.add(zeros[0], zeros[1]), v.add(zeros[2], zeros[3]));
     let finite = v.bits(v.lt(zeros, v.splat(1.0))) == (1 << V::LANES) - 1;
-    let scale = v.max_lane(most) / 127.0;
-    *out = Activations { scale, ..Zeroable::zeroed() };
+    let mut taken = Taken::zeroed();
+    if most > bound && finite {
+        (taken, most) = take_out(v, x, bound, most);
+    }
+    let scale = most / 127.0;
+    *out = Activations { scale, taken, ..Zeroable::zeroed() };
     if !finite {
         // All outputs of the row become NaN: 0 * NaN is.
         out.scale = f32::NAN;
@@ -356,6 +395,39 @@ fn quantize<V: Vector>(v: V, x: &[f32; SUPER], format: BlockFormat, out: &mut Ac
             sums.for_each(|(out, sum)| *out = integer(-(centre as f32) * sum));
         }
     }
+}
+
+/// Sixteen numbers made one: first those 8 apart, then 4, 2 and 1.
+#[inline(always)]
+fn halve(x: [f32; 16], of: impl Fn(f32, f32) -> f32) -> f32 {
+    let eight: [f32; 8] = std::array::from_fn(|i| of(x[i], x[i + 8]));
+    let four: [f32; 4] = std::array::from_fn(|i| of(eight[i], eight[i + 4]));
+    of(of(four[0], four[2]), of(four[1], four[3]))
+}
+
+/// Takes out the elements over `bound`, unless they are too many; and the largest of the others.
+#[inline(always)]
+fn take_out<V: Vector>(v: V, x: &mut [f32; SUPER], bound: f32, most: f32) -> (Taken, f32) {
+    let (mut taken, mut rest) = (Taken::zeroed(), v.splat(0.0));
+    for (i, x) in x.chunks_exact(V::LANES).enumerate() {
+        let a = v.abs(v.load(x));
+        let mut large = v.bits(v.lt(v.splat(bound), a));
+        while large != 0 {
+            let at = large.trailing_zeros() as usize;
+            if taken.count as usize == TAKEN {
+                return (Taken::zeroed(), most);
+            }
+            let to = taken.count as usize;
+            (taken.places[to], taken.values[to]) = ((i * V::LANES + at) as u8, x[at]);
+            taken.count += 1;
+            large &= large - 1;
+        }
+        rest = v.max(rest, v.select(v.lt(v.splat(bound), a), v.splat(0.0), a));
+    }
+    for (at, _) in taken.iter() {
+        x[at] = 0.0;
+    }
+    (taken, v.max_lane(rest))
 }
 
 /// Divides by one number, rounding as a division does. Of sixteen lanes that takes 16 cycles on a Xeon of model 207, and

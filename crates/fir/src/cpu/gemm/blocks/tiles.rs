@@ -18,7 +18,7 @@ use std::ops::Range;
 
 use super::kernel::{AHEAD, Codes, Scales};
 use super::pack::{Cell, LANES, Packed, SUPER};
-use super::{Line, MANY as ROWS, NEAR, Strip, centre};
+use super::{Line, MANY as ROWS, NEAR, Strip, Taken, centre};
 use crate::cpu::arch::{Amx, Avx512, Left, Right, TileKernel, Tiles, prefetch_ahead};
 use crate::cpu::integers::Integers;
 
@@ -74,7 +74,7 @@ pub(super) fn run<V: Integers, C: Codes, S: Scales>(
             (out.cell, out.first) = (w.cell(w.panel(first + t * AT_ONCE + p), s), s == 0);
             prepare::<V, C, S>(v, centre(w.format()), out, !by_cell);
         }
-        amx.run(Multiply { v, acts, rows, prepared, sums, of: PhantomData::<S> });
+        amx.run(Multiply { v, acts, rows, prepared, sums, offset: centre(w.format()), of: PhantomData::<(C, S)> });
     }
 }
 
@@ -113,21 +113,22 @@ fn prepare<V: Integers, C: Codes, S: Scales>(v: V, centre: i32, out: &mut Prepar
 }
 
 /// Some panels' cells times all rows.
-struct Multiply<'a, V: Integers, S> {
+struct Multiply<'a, V: Integers, C, S> {
     v: V,
     acts: &'a [Strip],
     /// A multiple of 16.
     rows: usize,
     prepared: &'a [Prepared<'a>],
     sums: &'a mut [f32],
-    of: PhantomData<S>,
+    offset: i32,
+    of: PhantomData<(C, S)>,
 }
 
-impl<V: Integers, S: Scales> TileKernel for Multiply<'_, V, S> {
+impl<V: Integers, C: Codes, S: Scales> TileKernel for Multiply<'_, V, C, S> {
     type Out = ();
     #[inline(always)]
     fn run(self, _: Avx512, tiles: Tiles) {
-        let Self { v, acts, rows, prepared, sums, .. } = self;
+        let Self { v, acts, rows, prepared, sums, offset, .. } = self;
         let own = |r: usize| ROWS.min(rows - r * ROWS);
         let mut product = Aligned([0i32; SUMS]);
         let mut minima = Aligned([0f32; ROWS * LANES]);
@@ -149,7 +150,8 @@ impl<V: Integers, S: Scales> TileKernel for Multiply<'_, V, S> {
                         let at = (p * rows + r * ROWS) * LANES;
                         let (scales, sums) = (&acts[r].scales, &mut sums[at..at + own(r) * LANES]);
                         let now = own(r) * step / steps..own(r) * (step + 1) / steps;
-                        finish::<V, S>(v, &product.0, &minima.0, now, &prepared[p], scales, sums);
+                        finish::<V, S>(v, &product.0, &minima.0, now.clone(), &prepared[p], scales, sums);
+                        add_taken::<V, C, S>(v, offset, prepared[p].cell, &acts[r].taken, now, sums);
                     }
                 }
                 if S::MIN {
@@ -164,6 +166,24 @@ impl<V: Integers, S: Scales> TileKernel for Multiply<'_, V, S> {
             let at = (p * rows + r * ROWS) * LANES;
             let sums = &mut sums[at..at + own(r) * LANES];
             finish::<V, S>(v, &product.0, &minima.0, 0..own(r), &prepared[p], &acts[r].scales, sums);
+            add_taken::<V, C, S>(v, offset, prepared[p].cell, &acts[r].taken, 0..own(r), sums);
+        }
+    }
+}
+
+/// Adds what was taken out of some rows.
+#[inline(always)]
+fn add_taken<V: Integers, C: Codes, S: Scales>(
+    v: V,
+    offset: i32,
+    cell: Cell<'_>,
+    taken: &[Taken; ROWS],
+    rows: Range<usize>,
+    sums: &mut [f32],
+) {
+    for (taken, sum) in taken[rows.clone()].iter().zip(sums.chunks_exact_mut(LANES).skip(rows.start)) {
+        if taken.count > 0 {
+            super::kernel::add_taken::<V, C, S>(v, offset, cell, taken, sum);
         }
     }
 }
