@@ -60,8 +60,8 @@ const LARGE: f32 = 3.0;
 
 /// `out[i, j] = Σ_l xq[i, l] * w[j, l]`, where `w` is [`product_weights`] and `xq` is `x` quantized: per 256 elements of a row,
 /// `sa = max|x| / 127` in f32, and `xq = sa * round(x / sa)`, ties to even, within ±127; NaN if one of them is not finite. Elements over
-/// [`LARGE`] times the mean of 16 maxima, those of the elements 16 apart, stay as they are and count for no `sa`, unless they are more than
-/// [`TAKEN`].
+/// three times the mean of 16 maxima, those of the elements 16 apart, stay as they are and count for no `sa`, unless they are more than
+/// four.
 ///
 /// `data` holds `n` rows of blocks.
 pub fn block_gemm(p: Precision, x: TensorRef<'_>, format: BlockFormat, data: &[u8], n: usize) -> Result<Vec<f64>> {
