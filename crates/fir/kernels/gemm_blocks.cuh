@@ -319,12 +319,18 @@ __device__ __forceinline__ float weight_at(const u8* panel, u32 in, u32 columns,
   }
 }
 
-// Adds what was taken out of a row in a cell.
-template <class F>
-__device__ __forceinline__ float add_taken(const BlocksParams& p, const Taken& taken, u32 index, u32 column, float y) {
-  const u8* panel = p.w + column / 16 * p.panel_bytes;
-  for (u32 i = 0; i < taken.count; ++i) y = fmaf(weight_at<F>(panel, column % 16, p.k, index * 256 + taken.places[i]), taken.values[i], y);
-  return y;
+// Adds what was taken out of a row in a cell, to the sums of weight `column` and of those 1, 8 and 9 on.
+template <class F, int kColumns>
+__device__ __forceinline__ void add_taken(const BlocksParams& p, const Taken& taken, u32 index, u32 column, float (&y)[kColumns]) {
+  for (u32 e = 0; e < taken.count; ++e) {
+    // Nothing of this rare loop is worked out ahead of it: with that the many rows of Q2_K took 245 registers, so 210.
+    asm volatile("" : "+r"(column));
+    const u8* panel = p.w + column / 16 * p.panel_bytes;
+    const u32 at = index * 256 + taken.places[e];
+    const float x = taken.values[e];
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) y[i] = fmaf(weight_at<F>(panel, column % 16 + 8 * (i / 2) + i % 2, p.k, at), x, y[i]);
+  }
 }
 
 // A cell on its way to shared memory, by one warp.
@@ -361,7 +367,7 @@ __device__ __forceinline__ void few_rows(const BlocksParams& p, u8* smem, float 
   for (u32 s = 0; s < kStages - 1; ++s) fetch();
   u32 at = 0, turn = 0;
   for (u32 panel = blockIdx.x; panel < panels; panel += gridDim.x) {
-    float y = 0.f;
+    float y[1] = {};
     for (u32 first = 0; first < p.cells; first += kWarps) {
       const u32 index = first + warp;
       fetch();
@@ -388,14 +394,14 @@ __device__ __forceinline__ void few_rows(const BlocksParams& p, u8* smem, float 
 #pragma unroll
         for (u32 i = 0; i < kWarps; ++i) {
           if (first + i < p.cells) {
-            y = fmaf(parts[turn][i][row][column], scale[16 * i], y);
-            y = add_taken<F>(p, p.taken[(u64(tile) * p.cells + first + i) * 16 + row], first + i, panel * 16 + column, y);
+            y[0] = fmaf(parts[turn][i][row][column], scale[16 * i], y[0]);
+            add_taken<F>(p, p.taken[(u64(tile) * p.cells + first + i) * 16 + row], first + i, panel * 16 + column, y);
           }
         }
       }
       turn ^= 1;
     }
-    if (row < 8 * kHalves) put(p, tile * 16 + row, panel * 16 + column, y);
+    if (row < 8 * kHalves) put(p, tile * 16 + row, panel * 16 + column, y[0]);
   }
 }
 
@@ -437,15 +443,19 @@ __global__ void __launch_bounds__(128, 2) gemm_many(const __grid_constant__ Bloc
       const float by[2] = {scale[0], scale[8]};
 #pragma unroll
       for (int i = 0; i < 8; ++i) y[m][i / 4][i % 4] = fmaf(t[m][i / 4][i % 4], by[i % 4 / 2], y[m][i / 4][i % 4]);
+    }
+#pragma unroll
+    for (int m = 0; m < kMt; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const Taken& taken = p.taken[(u64(tile + m) * p.cells + index) * 16 + lane / 4 + 8 * h];
         if (taken.count == 0) continue;
+        float some[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          float& sum = y[m][i / 2][2 * h + i % 2];
-          sum = add_taken<F>(p, taken, index, panel * 16 + 8 * (i / 2) + 2 * (lane % 4) + i % 2, sum);
-        }
+        for (int i = 0; i < 4; ++i) some[i] = y[m][i / 2][2 * h + i % 2];
+        add_taken<F>(p, taken, index, panel * 16 + 2 * (lane % 4), some);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) y[m][i / 2][2 * h + i % 2] = some[i];
       }
     }
   }
