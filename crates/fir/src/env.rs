@@ -14,6 +14,9 @@ pub const FIR_CPU_LEVEL: &str = "FIR_CPU_LEVEL";
 pub const FIR_CPU_TUNING: &str = "FIR_CPU_TUNING";
 /// Threads of the CPU kernels. Default: the cores this process may use.
 pub const FIR_CPU_THREADS: &str = "FIR_CPU_THREADS";
+/// `1`: level `amx` is there on CPUs that have AVX-512 and no AMX, too; instructions of tiles are emulated, a thousand
+/// times as slow. For tests (feature `testing`, Linux). Default: off.
+pub const FIR_EMULATE_TILES: &str = "FIR_EMULATE_TILES";
 /// NVRTC's library, or the folder it is in. Default: the one found in the CUDA toolkit, in Python's `nvidia` packages or on
 /// the loader's path.
 pub const FIR_NVRTC: &str = "FIR_NVRTC";

@@ -388,8 +388,9 @@ const TORCH_ENV: (&str, &str) = ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16");
 
 /// What tests run with. Two of them run at a time, and torch's threads that wait for work take the core of the
 /// other's: with one each they are twice as fast. Random cases are the same in every run, so that only a change can
-/// break it; `cargo test` alone and `cargo xtask fuzz` draw others.
-pub(crate) const TEST_ENV: [(&str, &str); 3] = [TORCH_ENV, ("OMP_NUM_THREADS", "1"), ("PROPTEST_RNG_SEED", "20261116")];
+/// break it; `cargo test` alone and `cargo xtask fuzz` draw others. AMX is tested where there is none, too.
+pub(crate) const TEST_ENV: [(&str, &str); 4] =
+    [TORCH_ENV, ("OMP_NUM_THREADS", "1"), ("PROPTEST_RNG_SEED", "20261116"), ("FIR_EMULATE_TILES", "1")];
 
 /// A Python that has torch; made under target/ at the first call, 1.4 GB instead of 5 with all of CUDA.
 ///

@@ -26,8 +26,7 @@ impl Cpu {
     /// The highest level and all cores, unless [`env::FIR_CPU_LEVEL`] or [`env::FIR_CPU_THREADS`] say otherwise, with the
     /// sizes that were saved for this machine: see [`Tuning::saved`].
     pub fn new() -> Result<Self> {
-        let best = *Level::available().last().unwrap_or(&Level::Portable);
-        let level = env::read(env::FIR_CPU_LEVEL, "portable, avx2, avx512 or amx")?.unwrap_or(best);
+        let level = env::read(env::FIR_CPU_LEVEL, "portable, avx2, avx512 or amx")?.unwrap_or_else(Level::best);
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let cpu = Self::with(level, env::read(env::FIR_CPU_THREADS, "a number from 1 to 1024")?.unwrap_or(cores))?;
         let tuning = Tuning::saved(level, cpu.workers())?;

@@ -38,6 +38,12 @@ impl Level {
     pub fn available() -> Vec<Self> {
         Self::ALL.into_iter().filter(|l| Token::of(*l).is_some()).collect()
     }
+
+    /// The highest that this CPU has, not emulated.
+    pub(crate) fn best() -> Self {
+        let here = |l: &Self| Token::of(*l).is_some_and(|t| !t.emulated());
+        Self::ALL.into_iter().rfind(here).unwrap_or(Self::Portable)
+    }
 }
 
 impl std::fmt::Display for Level {
@@ -105,6 +111,14 @@ impl Token {
             Self::Avx512(v) => v.run(kernel),
             #[cfg(target_arch = "x86_64")]
             Self::Amx(v) => v.vectors().run(kernel),
+        }
+    }
+
+    fn emulated(self) -> bool {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Self::Amx(_) => Amx::emulated(),
+            _ => false,
         }
     }
 

@@ -21,7 +21,7 @@ const FENCE: &[&str] = &[
 const BUDGETS: &[(&[&str], usize)] = &[
     (&["tensor", "kv", "variant", "plan"], 7_500),
     (&["ops", "reference", "testing"], 9_750),
-    (&["cpu"], 16_650),
+    (&["cpu"], 17_200),
     (&["cuda"], 9_950),
 ];
 

@@ -51,7 +51,18 @@ impl Amx {
     pub(crate) fn detect() -> Option<Self> {
         static ALLOWED: OnceLock<bool> = OnceLock::new();
         let avx512 = Avx512::detect()?;
-        ALLOWED.get_or_init(has_tiles).then_some(Self(avx512))
+        ALLOWED.get_or_init(|| has_tiles() || Self::emulated()).then_some(Self(avx512))
+    }
+
+    /// Whether tiles are emulated, as tests may ask.
+    pub(crate) fn emulated() -> bool {
+        #[cfg(all(feature = "testing", target_os = "linux"))]
+        {
+            static EMULATED: OnceLock<bool> = OnceLock::new();
+            *EMULATED.get_or_init(|| has_vectors() && !has_tiles() && super::emulate::tiles())
+        }
+        #[cfg(not(all(feature = "testing", target_os = "linux")))]
+        false
     }
 
     pub(crate) fn vectors(self) -> Avx512 {
@@ -86,18 +97,19 @@ impl Amx {
     }
 }
 
-/// Whether the CPU has tiles, bf16 and i8 products, AVX-512 BF16, VBMI and VNNI, and the operating system lets this process
-/// use them.
+/// Whether the CPU has AVX-512 BF16, VBMI and VNNI.
+fn has_vectors() -> bool {
+    is_x86_feature_detected!("avx512bf16")
+        && is_x86_feature_detected!("avx512vbmi")
+        && is_x86_feature_detected!("avx512vnni")
+}
+
+/// Whether the CPU has those, tiles and their bf16 and i8 products, and the operating system lets this process use them.
 fn has_tiles() -> bool {
     // Leaf 7, EDX: AMX-BF16 22, AMX-TILE 24, AMX-INT8 25. Leaf 0x1D (the geometry) is hidden by some virtual machines;
     // there is only one palette.
     const BITS: u32 = 1 << 22 | 1 << 24 | 1 << 25;
-    if __cpuid(0).eax < 7
-        || __cpuid_count(7, 0).edx & BITS != BITS
-        || !is_x86_feature_detected!("avx512bf16")
-        || !is_x86_feature_detected!("avx512vbmi")
-        || !is_x86_feature_detected!("avx512vnni")
-    {
+    if __cpuid(0).eax < 7 || __cpuid_count(7, 0).edx & BITS != BITS || !has_vectors() {
         return false;
     }
     #[cfg(target_os = "linux")]

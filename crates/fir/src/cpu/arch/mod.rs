@@ -3,6 +3,8 @@
 
 #[cfg(target_arch = "x86_64")]
 mod amx;
+#[cfg(all(feature = "testing", target_arch = "x86_64", target_os = "linux"))]
+mod emulate;
 #[cfg(target_arch = "x86_64")]
 mod fp8;
 mod integers;
