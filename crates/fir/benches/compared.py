@@ -59,6 +59,10 @@ def gemm(size, dtype):
     return lambda: F.linear(x, w), lambda out: out[-1]
 
 
+def packed_gemm(size, dtype):
+    return gemm(size, dtype)
+
+
 def block_gemm(size, dtype):
     """Torch has no such formats: the product in bf16, with weights of its own."""
     n, k, m = (size[name][0] for name in "nkm")
@@ -129,7 +133,7 @@ def top_p(size, dtype):
 # What torch has none of is left out: `mla`.
 KINDS = {
     f.__name__: f
-    for f in (prefill, decode, gemm, block_gemm, scaled_gemm, grouped_gemm, moe_ffn, rms_norm, softmax, top_p)
+    for f in (prefill, decode, gemm, packed_gemm, block_gemm, scaled_gemm, grouped_gemm, moe_ffn, rms_norm, softmax, top_p)
 }
 
 

@@ -18,7 +18,7 @@ use std::io::BufRead;
 use std::time::{Duration, Instant};
 
 use fir::attention::{BatchArgs, BatchPlan, MlaArgs, MlaPlan, MlaProblem, Problem, Scratch, Split};
-use fir::gemm::{BlockFormat, BlockWeights, GroupedArgs};
+use fir::gemm::{BlockFormat, BlockWeights, DenseWeights, GroupedArgs, Weights};
 use fir::kv::{Kv, KvLayout, PageTable, PagedKv, PagedMla, Ragged};
 use fir::moe::{self, FfnArgs, Gate};
 use fir::sampling::{self, Draw, Filters, RngState};
@@ -37,11 +37,12 @@ trait Case {
 }
 
 /// One of every kind, for the check.
-const SMALL: [&str; 11] = [
+const SMALL: [&str; 12] = [
     "prefill/bf16/h4x2-d128-t130",
     "decode/f32/h4x2-d128-b2-kv100",
     "mla/bf16/h4-c512-r64-b2-kv70",
     "gemm/f16/n160-k256-m3",
+    "packed_gemm/bf16/n160-k256-m3",
     "block_gemm/Q4_K/n160-k256-m3",
     "scaled_gemm/e4m3/n160-k256-m3",
     "grouped_gemm/bf16/g3-n160-k256-m2",
@@ -170,7 +171,8 @@ fn case_of(exec: &Exec, id: &Id<'_>) -> fir::Result<Box<dyn Case>> {
         "prefill" => Box::new(Attention::new(exec, id, 1, id.size("t"), id.size("t"))?),
         "decode" => Box::new(Attention::new(exec, id, id.size("b"), 1, id.size("kv"))?),
         "mla" => Box::new(Mla::new(exec, id)?),
-        "gemm" => Box::new(Gemm::new(exec, id)),
+        "gemm" => Box::new(Gemm::new(exec, id, false)?),
+        "packed_gemm" => Box::new(Gemm::new(exec, id, true)?),
         "block_gemm" => Box::new(BlockGemm::new(exec, id)?),
         "scaled_gemm" => Box::new(ScaledGemm::new(exec, id)),
         "grouped_gemm" => Box::new(GroupedGemm::new(exec, id)?),
@@ -369,25 +371,28 @@ impl Case for Mla {
     }
 }
 
-/// `x · wᵀ`.
+/// `x · wᵀ`, weights packed before where that is of use.
 struct Gemm {
     exec: Exec,
     x: Tensor,
     w: Tensor,
+    packed: Option<DenseWeights>,
     out: Tensor,
     work: Work,
 }
 
 impl Gemm {
-    fn new(exec: &Exec, id: &Id<'_>) -> Self {
+    fn new(exec: &Exec, id: &Id<'_>, packed: bool) -> fir::Result<Self> {
         let (n, k, m, dtype) = (id.size("n"), id.size("k"), id.size("m"), id.dtype());
-        Self {
+        let w = uniform(2, dtype, &[n, k]);
+        Ok(Self {
             exec: exec.clone(),
             x: uniform(1, dtype, &[m, k]),
-            w: uniform(2, dtype, &[n, k]),
+            packed: if packed { DenseWeights::pack(exec, w.view())? } else { None },
+            w,
             out: uniform(3, dtype, &[m, n]),
             work: Work { bytes: (m * k + n * k + m * n) * dtype.size(), flops: 2 * m * n * k },
-        }
+        })
     }
 }
 
@@ -396,7 +401,8 @@ impl Case for Gemm {
         self.work
     }
     fn run(&mut self) -> fir::Result<()> {
-        gemm::gemm(&self.exec, self.x.view(), self.w.view(), self.out.view_mut())
+        let w = self.packed.as_ref().map_or_else(|| self.w.view().into(), Weights::from);
+        gemm::gemm(&self.exec, self.x.view(), w, self.out.view_mut())
     }
     fn result(&self) -> Vec<f32> {
         last(&self.out)

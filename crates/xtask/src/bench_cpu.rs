@@ -90,6 +90,11 @@ fn cases() -> Vec<(String, Target, bool)> {
             all.push((format!("gemm/{dtype}/n4096-k4096-m{m}"), target, m == 1 || (m == 512 && dtype != "f16")));
         }
     }
+    for m in [1, 16, 512, 2048] {
+        // Packed once, as for a model.
+        let target = if m > 32 { Target::AmxBf16(0.6) } else { Target::Read(0.85) };
+        all.push((format!("packed_gemm/bf16/n4096-k4096-m{m}"), target, m == 512));
+    }
     let formats = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"];
     for format in formats {
         // Larger than a share of the last-level cache.

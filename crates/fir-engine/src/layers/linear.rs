@@ -1,6 +1,6 @@
 //! [`Linear`]: a product with weights in any format, several matrices stacked into one where their formats agree.
 
-use fir::gemm::{self, BlockWeights, GemmAddNormArgs};
+use fir::gemm::{self, BlockWeights, DenseWeights, GemmAddNormArgs, Weights};
 use fir::tensor::Foreign;
 use fir::{DType, Exec, Tensor, TensorMut, TensorRef, norm};
 use half::bf16;
@@ -12,6 +12,8 @@ use crate::weights::{Kind, Stored};
 enum Weight {
     Blocks(BlockWeights),
     Dense(Tensor),
+    /// In the order of the executor's kernels.
+    Packed(DenseWeights),
     /// In the file, as it lies.
     Mapped(Foreign),
 }
@@ -21,16 +23,18 @@ impl Weight {
         match self {
             Self::Blocks(w) => w.shape()[0],
             Self::Dense(w) => w.view().layout().shape()[0],
+            Self::Packed(w) => w.shape()[0],
             Self::Mapped(w) => w.layout().shape()[0],
         }
     }
 
     /// The weights, unless they are blocks.
-    fn dense(&self) -> Option<TensorRef<'_>> {
+    fn dense(&self) -> Option<Weights<'_>> {
         match self {
             Self::Blocks(_) => None,
-            Self::Dense(w) => Some(w.view()),
-            Self::Mapped(w) => w.view().ok(),
+            Self::Dense(w) => Some(w.view().into()),
+            Self::Packed(w) => Some(w.into()),
+            Self::Mapped(w) => w.view().ok().map(Weights::from),
         }
     }
 }
@@ -85,6 +89,19 @@ impl Linear {
         Ok(Self { parts, bias: None, n })
     }
 
+    /// Dense weights in the order of the kernels, where that is of use: for activations of their own type. What is
+    /// multiplied by a few rows at a time, such as an output matrix, can stay in the file.
+    pub(crate) fn packed(mut self, exec: &Exec) -> Result<Self> {
+        for part in &mut self.parts {
+            if let Some(Weights::Rows(w)) = part.dense()
+                && let Some(packed) = DenseWeights::pack(exec, w)?
+            {
+                *part = Weight::Packed(packed);
+            }
+        }
+        Ok(self)
+    }
+
     /// With a bias, of the stacked matrices in turn.
     pub(crate) fn with_bias(mut self, bias: Option<Vec<f32>>) -> Result<Self> {
         if let Some(bias) = &bias
@@ -98,7 +115,7 @@ impl Linear {
     }
 
     /// The one matrix, if it is not of blocks and has no bias: what the fused epilogues take.
-    fn plain(&self) -> Option<TensorRef<'_>> {
+    fn plain(&self) -> Option<Weights<'_>> {
         match (&self.parts[..], &self.bias) {
             ([one], None) => one.dense(),
             _ => None,
@@ -112,12 +129,13 @@ impl Linear {
             let to = out.reborrow().slice(1, at..at + w.rows())?;
             match (w, &self.bias) {
                 (Weight::Blocks(w), _) => gemm::block_gemm(exec, x, w, to)?,
-                (Weight::Dense(_) | Weight::Mapped(_), bias) => {
+                (Weight::Dense(_) | Weight::Packed(_) | Weight::Mapped(_), bias) => {
+                    let rows = w.rows();
                     let w = w.dense().ok_or_else(|| Error::Stopped("a mapped file became shorter".into()))?;
                     match bias {
                         None => gemm::gemm(exec, x, w, to)?,
                         Some(bias) => {
-                            let bias = &bias[at..at + w.layout().shape()[0]];
+                            let bias = &bias[at..at + rows];
                             gemm::gemm_bias(exec, x, w, TensorRef::new(bias, &[bias.len()])?, to)?;
                         }
                     }
@@ -135,6 +153,10 @@ impl Linear {
     /// `out = silu(gate) * up`, if that can be one product.
     pub(crate) fn silu_mul(&self, exec: &Exec, x: TensorRef<'_>, out: TensorMut<'_>) -> Result<bool> {
         let Some(w) = self.plain() else { return Ok(false) };
+        // As two matrices packed as one want it.
+        if matches!(w, Weights::Packed(_)) && !self.n.is_multiple_of(64) {
+            return Ok(false);
+        }
         gemm::gemm_silu_mul(exec, x, w, out)?;
         Ok(true)
     }

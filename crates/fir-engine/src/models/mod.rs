@@ -149,7 +149,7 @@ impl Model {
         config.vocab = embed.shape[0];
         let head = store.find(None, "output.weight").unwrap_or_else(|| embed.clone());
         head.expect(&[config.vocab, config.hidden])?;
-        let load = Loader { exec, store, config: &config, dtype: mid };
+        let load = Loader { exec, store, config: &config, dtype: mid, packs: act == mid };
         let layers = (0..config.layers).map(|i| load.layer(i)).collect::<Result<Vec<_>>>()?;
         let norm = load.norm(None, "output_norm", config.hidden)?;
         Ok(Self {
@@ -207,6 +207,8 @@ struct Loader<'a> {
     store: &'a Store,
     config: &'a ModelConfig,
     dtype: DType,
+    /// Whether activations have that type, too, and dense weights may be packed for it.
+    packs: bool,
 }
 
 impl Loader<'_> {
@@ -244,7 +246,8 @@ impl Loader<'_> {
                 None => bias.resize(bias.len() + n, 0.0),
             }
         }
-        Linear::stack(self.exec, &stored, k, self.dtype)?.with_bias(has.then_some(bias))
+        let linear = Linear::stack(self.exec, &stored, k, self.dtype)?.with_bias(has.then_some(bias))?;
+        if self.packs { linear.packed(self.exec) } else { Ok(linear) }
     }
 
     fn layer(&self, i: usize) -> Result<Layer> {

@@ -46,7 +46,7 @@ fn every_product_passes_its_arguments_on() {
         let mut residual = zeros(DType::BF16, &[5, 64]);
         let args = gemm::GemmAddNormArgs {
             x,
-            w,
+            w: w.into(),
             residual: residual.view_mut(),
             weight: norm.view(),
             eps: 1e-6,

@@ -2,7 +2,8 @@ mod blocks;
 mod grouped;
 mod scaled;
 
-use fir::gemm::{GemmAddNormArgs, gemm, gemm_add, gemm_add_rms_norm, gemm_bias, gemm_silu_mul};
+use fir::exec::{Cpu, Level};
+use fir::gemm::{DenseWeights, GemmAddNormArgs, Weights, gemm, gemm_add, gemm_add_rms_norm, gemm_bias, gemm_silu_mul};
 use fir::reference::gemm as reference;
 use fir::testing::Rng;
 use fir::{DType, Exec, Tensor, TensorMut, TensorRef};
@@ -163,7 +164,7 @@ fn epilogues_match_reference() {
                 let mut residual = before.clone();
                 let args = GemmAddNormArgs {
                     x: x.view(),
-                    w: w.view(),
+                    w: w.view().into(),
                     residual: residual.view_mut(),
                     weight: weight.view(),
                     eps: 1e-5,
@@ -182,6 +183,88 @@ fn epilogues_match_reference() {
                 });
             }
         }
+    });
+}
+
+/// Every epilogue's output, in f32 and in bf16.
+fn all_epilogues(exec: &Exec, x: &Tensor, w: Weights<'_>, n: usize, with_pairs: bool) -> Vec<Vec<f32>> {
+    let (m, mut rng) = (x.shape()[0], Rng::new(8));
+    let mut list = vec![];
+    for dtype in [DType::F32, DType::BF16] {
+        let (bias, weight) = (rng.tensor(dtype, &[n]), rng.tensor(dtype, &[n]));
+        let (mut out, mut sum) = (rng.tensor(dtype, &[m, n]), rng.tensor(dtype, &[m, n]));
+        gemm(exec, x.view(), w, out.view_mut()).unwrap();
+        list.push(out.view().to_f32_vec().unwrap());
+        gemm_bias(exec, x.view(), w, bias.view(), out.view_mut()).unwrap();
+        list.push(out.view().to_f32_vec().unwrap());
+        gemm_add(exec, x.view(), w, sum.view_mut()).unwrap();
+        let (residual, weight) = (sum.view_mut(), weight.view());
+        gemm_add_rms_norm(exec, GemmAddNormArgs { x: x.view(), w, residual, weight, eps: 1e-5, out: out.view_mut() })
+            .unwrap();
+        list.extend([out.view().to_f32_vec().unwrap(), sum.view().to_f32_vec().unwrap()]);
+        if with_pairs {
+            let mut half = Tensor::zeros(dtype, &[m, n / 2]).unwrap();
+            gemm_silu_mul(exec, x.view(), w, half.view_mut()).unwrap();
+            list.push(half.view().to_f32_vec().unwrap());
+        }
+    }
+    list
+}
+
+#[test]
+fn packed_weights_give_the_bits_of_rows() {
+    every_exec(|exec| {
+        let mut rng = Rng::new(11);
+        // Around a strip of 32 rows, a block of 512 rows of `x`, one of 256 weight rows, and the depth of 256.
+        let sizes =
+            [(1, 64, 40), (16, 33, 300), (17, 128, 96), (32, 1, 32), (33, 192, 520), (40, 300, 77), (90, 64, 1)];
+        for (m, n, k) in sizes.into_iter().chain([(545, 320, 600), (70, 1100, 256)]) {
+            let (x, w) = (rng.tensor(DType::BF16, &[m, k]), rng.tensor(DType::BF16, &[n, k]));
+            let packed = DenseWeights::pack(exec, w.view()).unwrap();
+            let is_tiled = matches!(exec, Exec::Cpu(cpu) if cpu.level() == Level::Amx);
+            assert_eq!(packed.is_some(), is_tiled, "{exec:?}");
+            let Some(packed) = packed else { continue };
+            assert_eq!(packed.shape(), [n, k]);
+            assert_eq!(packed.bytes(), 2 * n.next_multiple_of(32) * k.next_multiple_of(32));
+            let pairs = n % 64 == 0;
+            let want = all_epilogues(exec, &x, w.view().into(), n, pairs);
+            let got = all_epilogues(exec, &x, (&packed).into(), n, pairs);
+            for (i, (got, want)) in got.iter().zip(&want).enumerate() {
+                assert!(got.iter().zip(want).all(|(a, b)| a.to_bits() == b.to_bits()), "{exec:?} {m}x{n}x{k} {i}");
+            }
+        }
+        assert!(DenseWeights::pack(exec, rng.tensor(DType::F32, &[3, 4]).view()).unwrap().is_none());
+    });
+}
+
+#[test]
+fn packed_weights_that_do_not_fit_are_refused() {
+    every_exec(|exec| {
+        let t = |dtype, shape: &[usize]| Tensor::zeros(dtype, shape).unwrap();
+        let err = DenseWeights::pack(exec, t(DType::I32, &[3, 4]).view()).unwrap_err();
+        assert_eq!(err.to_string(), "DenseWeights::pack: `w` is i32, expected f32, f16 or bf16");
+        let err = DenseWeights::pack(exec, t(DType::BF16, &[3]).view()).unwrap_err();
+        assert_eq!(err.to_string(), "DenseWeights::pack: `w` has 1 axes, expected 2 [n, k]");
+        let Some(w) = DenseWeights::pack(exec, t(DType::BF16, &[80, 8]).view()).unwrap() else { return };
+        let refused = |x: Tensor, columns: usize, exec: &Exec| {
+            let mut out = t(DType::F32, &[2, columns]);
+            gemm(exec, x.view(), &w, out.view_mut()).unwrap_err().to_string()
+        };
+        assert_eq!(refused(t(DType::BF16, &[2, 9]), 80, exec), "gemm: `w` has k=8, but `x` bound k=9");
+        assert_eq!(refused(t(DType::BF16, &[2, 8]), 81, exec), "gemm: `out` has n=81, but `w` bound n=80");
+        assert_eq!(refused(t(DType::F32, &[2, 8]), 80, exec), "gemm: `x` is f32, expected bf16, as `w` is packed");
+        let portable = Exec::Cpu(Cpu::with(Level::Portable, 1).unwrap());
+        assert_eq!(
+            refused(t(DType::BF16, &[2, 8]), 80, &portable),
+            "gemm: `w` is packed for level amx, on an executor of level portable, expected rows"
+        );
+        // Halves of 40 rows do not begin with a strip.
+        let (x, mut out) = (t(DType::BF16, &[2, 8]), t(DType::F32, &[2, 40]));
+        let err = gemm_silu_mul(exec, x.view(), &w, out.view_mut()).unwrap_err();
+        assert_eq!(
+            err.to_string(),
+            "gemm_silu_mul: `w` is 80 rows, expected 2 * n, n a multiple of 32, as they are packed"
+        );
     });
 }
 
@@ -246,7 +329,7 @@ fn bad_arguments_are_named() {
     let (x, w, weight, mut residual, mut out) = (t(&[2, 8]), t(&[3, 8]), t(&[3]), t(&[2, 3]), t(&[2, 3]));
     let args = GemmAddNormArgs {
         x: x.view(),
-        w: w.view(),
+        w: w.view().into(),
         residual: residual.view_mut(),
         weight: weight.view(),
         eps: f32::NAN,

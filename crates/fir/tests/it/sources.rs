@@ -20,8 +20,8 @@ const FENCE: &[&str] = &[
 /// Parts of the library that share a budget of lines, tests not counted. Raising one is a commit of its own.
 const BUDGETS: &[(&[&str], usize)] = &[
     (&["tensor", "kv", "variant", "plan"], 7_500),
-    (&["ops", "reference", "testing"], 9_750),
-    (&["cpu"], 17_200),
+    (&["ops", "reference", "testing"], 10_000),
+    (&["cpu"], 17_400),
     (&["cuda"], 9_950),
 ];
 

@@ -520,6 +520,66 @@ impl Tiles {
         }
     }
 
+    /// The product of a strip of weights, `[steps, 2, TILE]`, and `16 * J` columns, into `c`, 32 floats from row to row.
+    ///
+    /// The strip comes from memory, asked for two steps ahead: its 2 KB of a step are one stream, where rows as they lie are
+    /// 32, and the caches' own prefetchers start anew in every page of it.
+    #[inline(always)]
+    pub(crate) fn product_strip<const J: usize>(
+        self,
+        a: &[bf16],
+        b: Right<'_, bf16>,
+        steps: usize,
+        c: &mut [f32; 1024],
+    ) {
+        const { assert!(matches!(J, 1 | 2)) };
+        assert!(steps > 0 && 2 * steps * TILE <= a.len() && (J - 1) * b.stride + steps * TILE <= b.data.len());
+        let b0 = b.data.as_ptr();
+        let b1 = b0.wrapping_add((J - 1) * b.stride);
+        macro_rules! block {
+            ($load:literal, $first:literal, $second:literal, $store:literal) => {
+                asm!(
+                    "tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3",
+                    "3:",
+                    ".irp at, 0, 64, 128, 192, 256, 320, 384, 448, 512, 576, 640, 704, 768, 832, 896, 960",
+                    "prefetcht0 [{a} + 4096 + \\at]",
+                    "prefetcht0 [{a} + 5120 + \\at]",
+                    ".endr",
+                    "tileloadd tmm6, [{b0} + {row}*1]",
+                    "tileloadd tmm4, [{a} + {row}*1]",
+                    $load,
+                    "tdpbf16ps tmm0, tmm4, tmm6",
+                    $first,
+                    "tileloadd tmm5, [{a} + {row}*1 + 1024]",
+                    "tdpbf16ps tmm2, tmm5, tmm6",
+                    $second,
+                    "add {a}, 2048", "add {b0}, 1024", "add {b1}, 1024",
+                    "dec {n}",
+                    "jnz 3b",
+                    "tilestored [{c} + {row}*2], tmm0",
+                    "tilestored [{c} + {row}*2 + 2048], tmm2",
+                    $store,
+                    a = inout(reg) a.as_ptr() => _, b0 = inout(reg) b0 => _, b1 = inout(reg) b1 => _,
+                    n = inout(reg) steps => _, row = in(reg) ROW, c = in(reg) c.as_mut_ptr(),
+                    options(nostack)
+                )
+            };
+        }
+        // SAFETY: tiles of 16 rows of 64 bytes are configured here (`self`), the assertion above keeps every tile inside
+        // its slice, `c` has 32 rows of 128 bytes, and prefetches read nothing, wherever they point.
+        unsafe {
+            match J {
+                1 => block!("", "", "", ""),
+                _ => block!(
+                    "tileloadd tmm7, [{b1} + {row}*1]",
+                    "tdpbf16ps tmm1, tmm4, tmm7",
+                    "tdpbf16ps tmm3, tmm5, tmm7",
+                    "tilestored [{c} + {row}*2 + 64], tmm1\ntilestored [{c} + {row}*2 + 2112], tmm3"
+                ),
+            }
+        }
+    }
+
     /// Copies a block of 16 × 16 floats, `stride` apart in `x`, turned by a quarter: row `j` of `out` is column `j`.
     #[inline(always)]
     pub(crate) fn turn(self, x: &[f32], stride: usize, out: &mut [[f32; 16]; 16]) {

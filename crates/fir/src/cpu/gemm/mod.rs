@@ -14,6 +14,7 @@
 mod epilogue;
 mod packed;
 pub(crate) mod scaled;
+mod strips;
 #[cfg(target_arch = "x86_64")]
 mod tiles;
 
@@ -23,6 +24,7 @@ use std::cell::Cell;
 use std::ops::Range;
 
 pub(crate) use self::epilogue::Epilogue;
+pub(crate) use self::strips::Strips;
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::arch::Avx512;
 use crate::cpu::arch::aligned;
@@ -30,7 +32,7 @@ use crate::cpu::exec::Cpu;
 use crate::cpu::pool::RowsMut;
 use crate::cpu::rows::{Rows, widen, with_float};
 use crate::cpu::vector::{Kernel, Lane, Vector};
-use crate::error::Result;
+use crate::error::{Error, Result};
 #[cfg(target_arch = "x86_64")]
 use crate::tensor::bf16;
 use crate::tensor::{DType, TensorMut, TensorRef};
@@ -72,12 +74,6 @@ impl Product<'_> {
     fn is_empty(&self) -> bool {
         self.x.shape()[0] == 0 || self.w.shape()[0] == 0
     }
-
-    /// Multiplications, or as many as a usize holds.
-    #[cfg(target_arch = "x86_64")]
-    fn work(&self) -> usize {
-        self.x.shape().iter().fold(self.w.shape()[0], |n, &m| n.saturating_mul(m))
-    }
 }
 
 /// Several products in one launch, shapes checked by the caller; each side has one type in all of them.
@@ -91,6 +87,7 @@ pub(crate) fn products(cpu: &Cpu, op: &'static str, mut list: Vec<Product<'_>>) 
     let (x, w, out) = (first.x.dtype(), first.w.dtype(), first.out.dtype());
     #[cfg(target_arch = "x86_64")]
     if let (Some(amx), (DType::BF16, DType::BF16)) = (cpu.amx(), (x, w)) {
+        let list = list.into_iter().map(|p| tiles::Sides::new(op, p)).collect::<Result<_>>()?;
         return with_float!(op, "out", out, O => tiles::products::<O>(cpu, amx, op, list));
     }
     #[cfg(target_arch = "x86_64")]
@@ -111,6 +108,33 @@ pub(crate) fn products(cpu: &Cpu, op: &'static str, mut list: Vec<Product<'_>>) 
     with_float!(op, "x", x, X => with_float!(op, "w", w, W => with_float!(op, "out", out, O => {
         by_level::<X, W, O>(cpu, op, list)
     })))
+}
+
+/// A product with packed weights, shapes checked by the caller.
+pub(crate) fn packed_product<'a>(
+    cpu: &Cpu,
+    op: &'static str,
+    x: TensorRef<'a>,
+    w: &'a Strips,
+    out: TensorMut<'a>,
+    then: Epilogue<'a>,
+) -> Result<()> {
+    x.layout().check_listed(op, "x")?;
+    if x.dtype() != DType::BF16 {
+        let want = "bf16, as `w` is packed".into();
+        return Err(Error::DType { op, arg: "x", got: x.dtype().name(), want });
+    }
+    #[cfg(target_arch = "x86_64")]
+    if let Some(amx) = cpu.amx() {
+        let dtype = out.dtype();
+        if x.shape()[0] == 0 || w.shape()[0] == 0 {
+            return Ok(());
+        }
+        let list = vec![tiles::Sides { x, w: tiles::Weights::Strips(w), out, then }];
+        return with_float!(op, "out", dtype, O => tiles::products::<O>(cpu, amx, op, list));
+    }
+    let _ = (out, then, w);
+    Err(Error::value(op, "w", format!("packed for level amx, on an executor of level {}", cpu.level()), "rows"))
 }
 
 /// Both sides of a product of bf16 as rows of pairs, if they are even.

@@ -7,7 +7,8 @@
 //! load it from where it lies, and the memory is the bound. For more, a strip of 32 weight rows is copied, as tiles (rows
 //! a power of two apart would fall on few sets of the first-level cache), and meets every row of the block, which stays
 //! in the second level beside its sums. Meanwhile the next strip is copied and the one after it asked for, and so is the
-//! next stretch of `x`: it comes from the last level, at a fifth of the second's speed.
+//! next stretch of `x`: it comes from the last level, at a fifth of the second's speed. [`Strips`] are copies of before: they
+//! are only asked for, and few rows read them as they lie, too.
 //!
 //! What it costs, in cycles for a strip of 256 elements against 32 rows, on a core of a Xeon of model 207: 512 for 32
 //! products of tiles, which hide 256 for their loads from the first level, 290 for 16 KB of `x` from the second and 100 for
@@ -17,6 +18,7 @@
 
 use std::cell::Cell;
 
+use super::strips::{STEP, STRIP, Strips, copy, lines, strip_len};
 use super::{Epilogue, Product};
 use crate::cpu::arch::{Ahead, Amx, Avx512, Left, Right, Sums, TILE, TileKernel, Tiles, aligned};
 use crate::cpu::exec::Cpu;
@@ -24,16 +26,14 @@ use crate::cpu::pool::RowsMut;
 use crate::cpu::rows::Rows;
 use crate::cpu::vector::{Lane, Vector};
 use crate::error::Result;
-use crate::tensor::bf16;
+use crate::tensor::{TensorMut, TensorRef, bf16};
 
-/// Elements along `k` of one step of a tile.
-const STEP: usize = 32;
-/// Weight rows and rows of `x` per product of tiles.
-const STRIP: usize = 32;
 /// Most rows of `x` that use weights as they lie in memory: those of one strip.
 const FEW: usize = STRIP;
 /// Sums of a strip of weights against one of `x`, side by side: 2 KB apart they would fall on four sets of the cache.
 const SUMS: usize = STRIP * STRIP;
+/// Elements of a line of the cache.
+const LINE: usize = 32;
 /// Sizes of the blocks of a launch.
 ///
 /// A strip of the default depth, 256, takes 16 KB of the first-level cache, and so does the one that is being copied. A
@@ -53,12 +53,46 @@ thread_local! {
     static SCRATCH: Cell<(Vec<bf16>, Vec<f32>)> = const { Cell::new((Vec::new(), Vec::new())) };
 }
 
-pub(super) fn products<O: Lane>(cpu: &Cpu, amx: Amx, op: &'static str, list: Vec<Product<'_>>) -> Result<()> {
+/// Weights of a product.
+#[derive(Clone, Copy)]
+pub(super) enum Weights<'a> {
+    Rows(Rows<'a, bf16>),
+    Strips(&'a Strips),
+}
+
+/// One product of a launch.
+pub(super) struct Sides<'a> {
+    pub(super) x: TensorRef<'a>,
+    pub(super) w: Weights<'a>,
+    pub(super) out: TensorMut<'a>,
+    pub(super) then: Epilogue<'a>,
+}
+
+impl<'a> Sides<'a> {
+    pub(super) fn new(op: &'static str, p: Product<'a>) -> Result<Self> {
+        Ok(Self { x: p.x, w: Weights::Rows(Rows::new(op, "w", p.w)?), out: p.out, then: p.then })
+    }
+
+    /// Weight rows.
+    fn rows(&self) -> usize {
+        match self.w {
+            Weights::Rows(w) => w.len(),
+            Weights::Strips(w) => w.shape()[0],
+        }
+    }
+
+    /// Multiplications, or as many as a usize holds.
+    fn work(&self) -> usize {
+        self.x.shape().iter().fold(self.rows(), |n, &m| n.saturating_mul(m))
+    }
+}
+
+pub(super) fn products<O: Lane>(cpu: &Cpu, amx: Amx, op: &'static str, list: Vec<Sides<'_>>) -> Result<()> {
     // Below 4M multiplications, a few microseconds, waking the pool is not worth it.
     let alone = list.iter().fold(0usize, |sum, p| sum.saturating_add(p.work())) < 4 << 20;
     let tuning = cpu.tuning();
     let sizes = Sizes { depth: tuning.gemm_depth, block: tuning.gemm_block };
-    let packed_len = |p: &Product<'_>| tile_rows(p.x.shape()[0]) * p.x.shape()[1].div_ceil(STEP) * TILE;
+    let packed_len = |p: &Sides<'_>| tile_rows(p.x.shape()[0]) * p.x.shape()[1].div_ceil(STEP) * TILE;
     let mut buffer = PACKED.take();
     let packed = aligned(&mut buffer, list.iter().map(packed_len).sum());
     let (mut packs, mut rest) = (vec![], &mut *packed);
@@ -97,9 +131,9 @@ pub(super) fn products<O: Lane>(cpu: &Cpu, amx: Amx, op: &'static str, list: Vec
         let (mine, others) = rest.split_at(packed_len(&p));
         rest = others;
         let (m, k, n) = (p.x.shape()[0], p.x.shape()[1], p.out.shape()[1]);
-        let (w, out) = (Rows::<bf16>::new(op, "w", p.w)?, RowsMut::<O>::new(op, "out", p.out)?);
+        let (all, w, out) = (p.rows(), p.w, RowsMut::<O>::new(op, "out", p.out)?);
         // About eight units per worker over all products, for a worker that is slow for a while.
-        let width = (w.len() * blocks / (8 * cpu.workers())).next_multiple_of(STRIP).clamp(STRIP, sizes.block);
+        let width = (all * blocks / (8 * cpu.workers())).next_multiple_of(STRIP).clamp(STRIP, sizes.block);
         let steps = k.div_ceil(STEP);
         for (b, rows) in out.cut(lens(m, sizes.block)).into_iter().enumerate() {
             let x = &mine[b * sizes.block / 16 * steps * TILE..];
@@ -179,7 +213,7 @@ struct Unit<'a, O> {
     few: bool,
     /// Packed, from the unit's first row on.
     x: &'a [bf16],
-    w: Rows<'a, bf16>,
+    w: Weights<'a>,
     k: usize,
     /// Columns of the whole product.
     n: usize,
@@ -202,12 +236,13 @@ impl<O: Lane> TileKernel for Unit<'_, O> {
             let sums = aligned(&mut sums, self.then.rows() * size);
             for (half, sums) in sums.chunks_exact_mut(size).enumerate() {
                 let first = half * self.n + self.first;
-                if self.k == 0 {
-                    sums.fill(0.0);
-                } else if self.few {
-                    self.few(tiles, first, strip, sums);
-                } else {
-                    self.many(v, tiles, first, strip, sums);
+                let few = self.few;
+                match self.w {
+                    _ if self.k == 0 => sums.fill(0.0),
+                    Weights::Rows(w) if few => self.few(tiles, w, first, strip, sums),
+                    Weights::Rows(w) => self.many(v, tiles, w, first, strip, sums),
+                    Weights::Strips(w) if few => self.few_packed(tiles, w, first, sums),
+                    Weights::Strips(w) => self.many_packed(v, tiles, w, first, sums),
                 }
             }
             self.write(v, tiles, sums, size);
@@ -218,13 +253,13 @@ impl<O: Lane> TileKernel for Unit<'_, O> {
 
 impl<O: Lane> Unit<'_, O> {
     #[inline(always)]
-    fn few(&self, tiles: Tiles, first: usize, strip: &mut [bf16], sums: &mut [f32]) {
+    fn few(&self, tiles: Tiles, w: Rows<'_, bf16>, first: usize, strip: &mut [bf16], sums: &mut [f32]) {
         let width = self.out.row_len();
         let (whole, steps) = (self.k / STEP, self.k.div_ceil(STEP));
         for (j, sums) in sums.as_chunks_mut::<SUMS>().0.iter_mut().enumerate() {
             let mut done = 0;
             if (j + 1) * STRIP <= width
-                && let Some((data, stride)) = self.w.stretch(first + j * STRIP, STRIP)
+                && let Some((data, stride)) = w.stretch(first + j * STRIP, STRIP)
             {
                 let (left, right) = (Left { data, stride }, self.right(0));
                 let sums = Sums { data: sums, stride: STRIP };
@@ -238,7 +273,7 @@ impl<O: Lane> Unit<'_, O> {
             while done < steps {
                 let (n, depth) = ((self.sizes.depth / STEP).min(steps - done), self.sizes.depth);
                 for (r, to) in strip.chunks_exact_mut(depth).enumerate().take(STRIP) {
-                    let row = if j * STRIP + r < width { self.w.row(first + j * STRIP + r) } else { &[] };
+                    let row = if j * STRIP + r < width { w.row(first + j * STRIP + r) } else { &[] };
                     let row = row.get(done * STEP..).unwrap_or_default();
                     copy(row, to[..n * STEP].chunks_exact_mut(STEP));
                 }
@@ -250,7 +285,7 @@ impl<O: Lane> Unit<'_, O> {
     }
 
     #[inline(always)]
-    fn many(&self, v: Avx512, tiles: Tiles, first: usize, strip: &mut [bf16], sums: &mut [f32]) {
+    fn many(&self, v: Avx512, tiles: Tiles, w: Rows<'_, bf16>, first: usize, strip: &mut [bf16], sums: &mut [f32]) {
         let (steps, depth) = (self.k.div_ceil(STEP), self.sizes.depth / STEP);
         let (strips, width) = (self.out.range().len().div_ceil(STRIP), self.out.row_len());
         let (widths, sums) = (width.div_ceil(STRIP), sums.as_chunks_mut::<SUMS>().0);
@@ -259,7 +294,7 @@ impl<O: Lane> Unit<'_, O> {
         let (mut strip, mut other) = strip.split_at_mut(2 * depth * TILE);
         let mut unused = [0f32; SUMS];
         for r in 0..STRIP {
-            copy(self.stretch(first, 0, r), strip[r / 16 * TILE + r % 16 * STEP..].chunks_mut(2 * TILE).take(depth));
+            copy(self.stretch(w, first, 0, r), lines(strip, r).take(depth));
         }
         for turn in 0..steps.div_ceil(depth) * widths {
             let (from, j) = (turn / widths * depth, turn % widths);
@@ -267,10 +302,9 @@ impl<O: Lane> Unit<'_, O> {
             for i in 0..strips {
                 let rows = i * each..STRIP.min((i + 1) * each);
                 for r in rows.clone() {
-                    let lines = other[r / 16 * TILE + r % 16 * STEP..].chunks_mut(2 * TILE).take(depth);
-                    copy(self.stretch(first, turn + 1, r), lines);
+                    copy(self.stretch(w, first, turn + 1, r), lines(other, r).take(depth));
                     // The first two are asked for by the product.
-                    let row = if r < rows.start + 2 { &[] } else { self.stretch(first, turn + 2, r) };
+                    let row = if r < rows.start + 2 { &[] } else { self.stretch(w, first, turn + 2, r) };
                     for at in (0..row.len()).step_by(STEP) {
                         v.prefetch_far(row, at);
                     }
@@ -282,7 +316,7 @@ impl<O: Lane> Unit<'_, O> {
                 let next = (from + n) * strips * 2 * TILE + at * n * (TILE / 4);
                 let ahead = Ahead {
                     sums: rest.get(1).map_or(&[], |sums| sums),
-                    rows: [self.stretch(first, turn + 2, rows.start), self.stretch(first, turn + 2, rows.start + 1)],
+                    rows: [0, 1].map(|r| self.stretch(w, first, turn + 2, rows.start + r)),
                     x: if at < 8 * strips && next < self.x.len() { &self.x[next..] } else { x },
                 };
                 let last = before.last_mut().unwrap_or(&mut unused);
@@ -292,6 +326,61 @@ impl<O: Lane> Unit<'_, O> {
                 tiles.end(&mut sums[turn % widths * strips + strips - 1]);
             }
             std::mem::swap(&mut strip, &mut other);
+        }
+    }
+
+    #[inline(always)]
+    fn few_packed(&self, tiles: Tiles, w: &Strips, first: usize, sums: &mut [f32]) {
+        let (strips, steps) = (&w.data()[first / STRIP * strip_len(self.k)..], self.k.div_ceil(STEP));
+        let strips = strips.chunks_exact(strip_len(self.k));
+        for (strip, sums) in strips.zip(sums.as_chunks_mut::<SUMS>().0) {
+            if self.out.range().len() > 16 {
+                tiles.product_strip::<2>(strip, self.right(0), steps, sums);
+            } else {
+                tiles.product_strip::<1>(strip, self.right(0), steps, sums);
+            }
+        }
+    }
+
+    /// As [`Self::many`], without copies.
+    #[inline(always)]
+    fn many_packed(&self, v: Avx512, tiles: Tiles, w: &Strips, first: usize, sums: &mut [f32]) {
+        let (steps, depth) = (self.k.div_ceil(STEP), self.sizes.depth / STEP);
+        let (strips, sums) = (self.out.range().len().div_ceil(STRIP), sums.as_chunks_mut::<SUMS>().0);
+        let (all, widths) = (&w.data()[first / STRIP * strip_len(self.k)..], self.out.row_len().div_ceil(STRIP));
+        // What a turn takes of its strip; nothing after the last.
+        let stretch = |turn: usize| {
+            let (from, j) = (turn / widths * depth, turn % widths);
+            let end = steps.min(from + depth);
+            if from < steps { &all[2 * TILE * (j * steps + from)..2 * TILE * (j * steps + end)] } else { &[] }
+        };
+        let mut unused = [0f32; SUMS];
+        for turn in 0..steps.div_ceil(depth) * widths {
+            let (from, j) = (turn / widths * depth, turn % widths);
+            let (strip, later) = (stretch(turn), stretch(turn + 2));
+            let n = depth.min(steps - from);
+            // Of the strip to come a share per product, two lines at each of its steps.
+            let each = later.len().div_ceil(strips).next_multiple_of(LINE);
+            for i in 0..strips {
+                let share = &later[later.len().min(i * each)..later.len().min((i + 1) * each)];
+                for at in (2 * n * LINE..share.len()).step_by(LINE) {
+                    v.prefetch_far(share, at);
+                }
+                let at = j * strips + i;
+                let (before, rest) = sums.split_at_mut(at);
+                let x = &self.x[(from * strips + i * n) * 2 * TILE..];
+                let next = (from + n) * strips * 2 * TILE + at * n * (TILE / 4);
+                let ahead = Ahead {
+                    sums: rest.get(1).map_or(&[], |sums| sums),
+                    rows: [share, share.get(n * LINE..).unwrap_or_default()],
+                    x: if at < 8 * strips && next < self.x.len() { &self.x[next..] } else { x },
+                };
+                let last = before.last_mut().unwrap_or(&mut unused);
+                tiles.begin_bf16(strip, x, n, (from > 0).then_some(&rest[0]), last, &ahead);
+            }
+            if j + 1 == widths {
+                tiles.end(&mut sums[j * strips + strips - 1]);
+            }
         }
     }
 
@@ -306,14 +395,14 @@ impl<O: Lane> Unit<'_, O> {
     /// Of row `r` of a strip of the weights from row `first` on, what the strip's turn takes: all strips take a stretch of
     /// their rows, then all take the next one. Nothing if there is no such row.
     #[inline(always)]
-    fn stretch(&self, first: usize, turn: usize, r: usize) -> &[bf16] {
+    fn stretch<'w>(&self, w: Rows<'w, bf16>, first: usize, turn: usize, r: usize) -> &'w [bf16] {
         let (width, depth) = (self.out.row_len(), self.sizes.depth);
         let widths = width.div_ceil(STRIP);
         let (row, from) = (turn % widths * STRIP + r, turn / widths * depth);
         if r >= STRIP || row >= width || from >= self.k {
             return &[];
         }
-        &self.w.row(first + row)[from..self.k.min(from + depth)]
+        &w.row(first + row)[from..self.k.min(from + depth)]
     }
 
     /// Turns the sums, `size` of them per weight row of a column, and writes them.
@@ -335,23 +424,6 @@ impl<O: Lane> Unit<'_, O> {
                     let out = &mut self.out.row(range.start + i + r)[columns.clone()];
                     self.then.write(v, self.first + j, sums, second, out);
                 }
-            }
-        }
-    }
-}
-
-/// Copies a weight row to `lines`, a step each; zeros beyond its end.
-#[inline(always)]
-fn copy<'a>(row: &[bf16], lines: impl Iterator<Item = &'a mut [bf16]>) {
-    let (whole, rest) = row.as_chunks::<STEP>();
-    for (i, line) in lines.enumerate() {
-        let line = line.first_chunk_mut::<STEP>().expect("a line of a tile");
-        if let Some(from) = whole.get(i) {
-            *line = *from;
-        } else {
-            *line = [bf16::ZERO; STEP];
-            if i == whole.len() {
-                line[..rest.len()].copy_from_slice(rest);
             }
         }
     }

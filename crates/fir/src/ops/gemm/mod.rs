@@ -1,12 +1,14 @@
 //! Matrix products: dense, with epilogues, of fp8 with scales, of GGUF's block formats, of many matrices at once.
 
 mod blocks;
+mod dense;
 mod grouped;
 mod scaled;
 
 pub(super) use self::scaled::bind as bind_scaled;
 pub use self::{
     blocks::{BlockWeights, block_gemm, dequantize_blocks},
+    dense::{DenseWeights, Weights},
     grouped::{GroupedArgs, batched_gemm, grouped_gemm},
     scaled::scaled_gemm,
 };
@@ -26,17 +28,21 @@ use crate::tensor::{Dims, TensorMut, TensorRef};
 ///
 /// Sums are f32, and a row of `out` depends on its row of `x` alone: how many others there are changes no bit of it.
 ///
-/// * `x`: `[m, k]`, `w`: `[n, k]`, each f32, f16 or bf16; rows contiguous
+/// * `x`: `[m, k]`, `w`: `[n, k]`, each f32, f16 or bf16; rows contiguous. Or [`DenseWeights`], of which an
+///   [override](Exec::with_override) is not told
 /// * `out`: `[m, n]`, f32, f16 or bf16; rows contiguous
-pub fn gemm(exec: &Exec, x: TensorRef<'_>, w: TensorRef<'_>, mut out: TensorMut<'_>) -> Result<()> {
-    Dims::of("gemm").bind("x", &x, &["m", "k"])?.bind("w", &w, &["n", "k"])?.bind("out", &out, &["m", "n"])?;
-    let done = exec.overridden(|over| {
-        let outputs = &mut [("C", out.reborrow())];
-        let (place, stream) = exec.queue();
-        over.call(Call { place, stream, op: "gemm", inputs: &[("A", x), ("B", w)], numbers: &[], outputs })
-    })?;
-    if done {
-        return Ok(());
+pub fn gemm<'a>(exec: &Exec, x: TensorRef<'_>, w: impl Into<Weights<'a>>, mut out: TensorMut<'_>) -> Result<()> {
+    let w = w.into();
+    bind("gemm", &x, &w, ("out", &out))?;
+    if let Weights::Rows(w) = w {
+        let done = exec.overridden(|over| {
+            let outputs = &mut [("C", out.reborrow())];
+            let (place, stream) = exec.queue();
+            over.call(Call { place, stream, op: "gemm", inputs: &[("A", x), ("B", w)], numbers: &[], outputs })
+        })?;
+        if done {
+            return Ok(());
+        }
     }
     product("gemm", exec, x, w, out, Epilogue::None)
 }
@@ -46,21 +52,22 @@ pub fn gemm(exec: &Exec, x: TensorRef<'_>, w: TensorRef<'_>, mut out: TensorMut<
 /// `out[i, j] = Σ_l x[i, l] * w[j, l] + bias[j]`
 ///
 /// * `bias`: `[n]`, f32, f16 or bf16; the rest as in [`gemm`]
-pub fn gemm_bias(
+pub fn gemm_bias<'a>(
     exec: &Exec,
     x: TensorRef<'_>,
-    w: TensorRef<'_>,
+    w: impl Into<Weights<'a>>,
     bias: TensorRef<'_>,
     out: TensorMut<'_>,
 ) -> Result<()> {
     const OP: &str = "gemm_bias";
-    let mut dims = Dims::of(OP);
-    dims.bind("x", &x, &["m", "k"])?.bind("w", &w, &["n", "k"])?.bind("bias", &bias, &["n"])?;
-    dims.bind("out", &out, &["m", "n"])?;
+    let (w, mut dims) = (w.into(), Dims::of(OP));
+    dims.bind("x", &x, &["m", "k"])?;
+    w.bind(&mut dims, ["n", "k"])?;
+    dims.bind("bias", &bias, &["n"])?.bind("out", &out, &["m", "n"])?;
     match exec {
-        Exec::Cpu(cpu) => {
+        Exec::Cpu(_) => {
             let bias = cpu::rows::widened(OP, "bias", bias)?;
-            cpu::gemm::products(cpu, OP, vec![Product { x, w, out, then: Epilogue::Bias(&bias) }])
+            product(OP, exec, x, w, out, Epilogue::Bias(&bias))
         }
         #[cfg(feature = "cuda")]
         Exec::Cuda(gpu) => cuda_product(gpu, OP, x, w, out, Then::Bias(bias)),
@@ -73,12 +80,19 @@ pub fn gemm_bias(
 ///
 /// `g` and `u` are not rounded in between.
 ///
-/// * `w`: `[2 * n, k]`; the rest as in [`gemm`]
-pub fn gemm_silu_mul(exec: &Exec, x: TensorRef<'_>, w: TensorRef<'_>, out: TensorMut<'_>) -> Result<()> {
+/// * `w`: `[2 * n, k]`, packed ones with an `n` that is a multiple of 32; the rest as in [`gemm`]
+pub fn gemm_silu_mul<'a>(exec: &Exec, x: TensorRef<'_>, w: impl Into<Weights<'a>>, out: TensorMut<'_>) -> Result<()> {
     const OP: &str = "gemm_silu_mul";
-    Dims::of(OP).bind("x", &x, &["m", "k"])?.bind("w", &w, &["2n", "k"])?.bind("out", &out, &["m", "n"])?;
-    if out.shape()[1].checked_mul(2) != Some(w.shape()[0]) {
-        return Err(Error::value(OP, "w", format!("{} rows", w.shape()[0]), format!("2 * {}", out.shape()[1])));
+    let (w, mut dims) = (w.into(), Dims::of(OP));
+    dims.bind("x", &x, &["m", "k"])?;
+    w.bind(&mut dims, ["2n", "k"])?;
+    let n = dims.bind("out", &out, &["m", "n"])?.get("n");
+    if n.checked_mul(2) != Some(w.rows()) {
+        return Err(Error::value(OP, "w", format!("{} rows", w.rows()), format!("2 * {n}")));
+    }
+    if matches!(w, Weights::Packed(_)) && !n.is_multiple_of(DenseWeights::STRIP) {
+        let want = format!("2 * n, n a multiple of {}, as they are packed", DenseWeights::STRIP);
+        return Err(Error::value(OP, "w", format!("{} rows", w.rows()), want));
     }
     product(OP, exec, x, w, out, Epilogue::SiluMul)
 }
@@ -88,10 +102,10 @@ pub fn gemm_silu_mul(exec: &Exec, x: TensorRef<'_>, w: TensorRef<'_>, out: Tenso
 /// `residual[i, j] += Σ_l x[i, l] * w[j, l]`, rounded once
 ///
 /// * `residual`: `[m, n]`; the rest as in [`gemm`]
-pub fn gemm_add(exec: &Exec, x: TensorRef<'_>, w: TensorRef<'_>, residual: TensorMut<'_>) -> Result<()> {
+pub fn gemm_add<'a>(exec: &Exec, x: TensorRef<'_>, w: impl Into<Weights<'a>>, residual: TensorMut<'_>) -> Result<()> {
     const OP: &str = "gemm_add";
-    let mut dims = Dims::of(OP);
-    dims.bind("x", &x, &["m", "k"])?.bind("w", &w, &["n", "k"])?.bind("residual", &residual, &["m", "n"])?;
+    let w = w.into();
+    bind(OP, &x, &w, ("residual", &residual))?;
     product(OP, exec, x, w, residual, Epilogue::Add)
 }
 
@@ -101,7 +115,7 @@ pub struct GemmAddNormArgs<'a> {
     /// `[m, k]`
     pub x: TensorRef<'a>,
     /// `[n, k]`
-    pub w: TensorRef<'a>,
+    pub w: Weights<'a>,
     /// `[m, n]`; added to.
     pub residual: TensorMut<'a>,
     /// `[n]`
@@ -118,8 +132,7 @@ pub struct GemmAddNormArgs<'a> {
 pub fn gemm_add_rms_norm(exec: &Exec, args: GemmAddNormArgs<'_>) -> Result<()> {
     const OP: &str = "gemm_add_rms_norm";
     let GemmAddNormArgs { x, w, mut residual, weight, eps, out } = args;
-    let mut dims = Dims::of(OP);
-    dims.bind("x", &x, &["m", "k"])?.bind("w", &w, &["n", "k"])?.bind("residual", &residual, &["m", "n"])?;
+    let mut dims = bind(OP, &x, &w, ("residual", &residual))?;
     dims.bind("weight", &weight, &["n"])?.bind("out", &out, &["m", "n"])?;
     // What the norm would refuse is refused before anything is written.
     if !(eps.is_finite() && eps >= 0.0) {
@@ -133,18 +146,33 @@ pub fn gemm_add_rms_norm(exec: &Exec, args: GemmAddNormArgs<'_>) -> Result<()> {
     norm::rms_norm(exec, residual.as_ref(), weight, eps, out)
 }
 
+/// The shapes of a product.
+fn bind(
+    op: &'static str,
+    x: &TensorRef<'_>,
+    w: &Weights<'_>,
+    (arg, out): (&'static str, &TensorMut<'_>),
+) -> Result<Dims> {
+    let mut dims = Dims::of(op);
+    dims.bind("x", x, &["m", "k"])?;
+    w.bind(&mut dims, ["n", "k"])?;
+    dims.bind(arg, out, &["m", "n"])?;
+    Ok(dims)
+}
+
 fn product(
     op: &'static str,
     exec: &Exec,
     x: TensorRef<'_>,
-    w: TensorRef<'_>,
+    w: Weights<'_>,
     out: TensorMut<'_>,
     then: Epilogue<'_>,
 ) -> Result<()> {
-    match exec {
-        Exec::Cpu(cpu) => cpu::gemm::products(cpu, op, vec![Product { x, w, out, then }]),
+    match (exec, w) {
+        (Exec::Cpu(cpu), Weights::Rows(w)) => cpu::gemm::products(cpu, op, vec![Product { x, w, out, then }]),
+        (Exec::Cpu(cpu), Weights::Packed(w)) => cpu::gemm::packed_product(cpu, op, x, &w.0, out, then),
         #[cfg(feature = "cuda")]
-        Exec::Cuda(gpu) => {
+        (Exec::Cuda(gpu), w) => {
             let then = match then {
                 Epilogue::Add => Then::Add,
                 Epilogue::SiluMul => Then::Gate(cuda::gemm::Gate::Silu),
@@ -160,10 +188,13 @@ fn cuda_product<'a>(
     gpu: &'a crate::exec::Gpu,
     op: &'static str,
     x: TensorRef<'a>,
-    w: TensorRef<'a>,
+    w: Weights<'a>,
     out: TensorMut<'a>,
     then: Then<'a>,
 ) -> Result<()> {
+    let Weights::Rows(w) = w else {
+        return Err(Error::value(op, "w", "packed for a CPU, on a CUDA device", "rows"));
+    };
     let product = cuda::gemm::Product { x: x.into(), w: w.into(), out, then };
     cuda::gemm::product(gpu, op, false, product)
 }

@@ -108,7 +108,11 @@ pub(super) fn activation(exec: &Exec, b: &mut Bytes<'_>) -> Result<()> {
 pub(super) fn gemm(exec: &Exec, b: &mut Bytes<'_>) -> Result<()> {
     let (dtype, m, n, k) = (b.float(), b.size(), b.size(), b.size());
     let (x, w, mut out) = (b.tensor(dtype, &[m, k]), b.tensor(dtype, &[n, k]), b.tensor(dtype, &[m, n]));
-    let result = gemm::gemm(exec, x.view()?, w.view()?, out.view_mut()?);
+    let packed = if b.rarely() { gemm::DenseWeights::pack(exec, w.view()?)? } else { None };
+    let result = match &packed {
+        Some(w) => gemm::gemm(exec, x.view()?, w, out.view_mut()?),
+        None => gemm::gemm(exec, x.view()?, w.view()?, out.view_mut()?),
+    };
     out.assert_only_elements_written();
     result
 }
