@@ -7,7 +7,7 @@
 use super::math;
 use super::vector::{Kernel, Vector};
 use crate::variant::eval::{Env, Val, div, rem, steps};
-use crate::variant::row::{Columns, Instr, RowProgram, RowTransform, Src, Test};
+use crate::variant::row::{Columns, Conjunct, Instr, RowProgram, RowTransform, Src, Test};
 use crate::variant::{Binary, Bound, RowCtx, Unary, bit, clamped};
 
 /// Columns per pass: 1 KiB each, so that a program of a dozen stays in the first-level cache.
@@ -61,6 +61,48 @@ pub(crate) fn logits<V: Vector>(
     if masked && p.has_mask() {
         v.call(Mask { p, env: &env, start: kv_start, x: scores, regs });
     }
+}
+
+/// The keys that the range conditions of a row's mask let through, the first and the one behind the last: all that it
+/// lets through, if [`RowProgram::has_interval`].
+#[inline(always)]
+pub(crate) fn interval(p: &RowProgram, bound: &Bound<'_>, ctx: &RowCtx, regs: &mut Registers) -> [i32; 2] {
+    regs.prepare(p);
+    let env = Env::new(bound, ctx);
+    let (mut first, mut last) = (i64::MIN, i64::MAX);
+    for c in &p.mask {
+        narrow(p, c, &env, regs, &mut first, &mut last);
+    }
+    let end = last.saturating_add(1);
+    [first, end].map(|x| x.clamp(i32::MIN.into(), i32::MAX.into()) as i32)
+}
+
+/// Narrows the keys `first..=last` to those that a condition lets through, if that is one of the row or of a range; in i64, as
+/// a bound may be one past the largest i32. Otherwise the columns to evaluate.
+#[inline(always)]
+fn narrow<'p>(
+    p: &RowProgram,
+    c: &'p Conjunct,
+    env: &Env<'_, f32>,
+    regs: &mut Registers,
+    first: &mut i64,
+    last: &mut i64,
+) -> Option<&'p Columns> {
+    steps(&p.variant, &c.once, env, &mut regs.once);
+    if c.unless.is_some_and(|id| regs.once[id as usize].b()) {
+        return None;
+    }
+    match &c.test {
+        Test::AtLeast(id, add) => *first = (*first).max(i64::from(regs.once[*id as usize].i()) + add),
+        Test::AtMost(id, add) => *last = (*last).min(i64::from(regs.once[*id as usize].i()) + add),
+        Test::One(id) => {
+            if !regs.once[*id as usize].b() {
+                *first = i64::MAX;
+            }
+        }
+        Test::Columns(program) => return Some(program),
+    }
+    None
 }
 
 /// The logit a row starts with: `m = logit, d = 1, o = 0`. `None` when it starts empty.
@@ -280,32 +322,17 @@ impl Kernel for Mask<'_> {
     fn run<V: Vector>(self, v: V) {
         let Self { p, env, start, x, regs } = self;
         let hidden = if p.softmax() { f32::NEG_INFINITY } else { 0.0 };
-        // The keys that every range condition lets through; in i64, as a bound may be one past the largest i32.
         let (mut first, mut last) = (i64::MIN, i64::MAX);
         for c in &p.mask {
-            steps(&p.variant, &c.once, env, &mut regs.once);
-            if c.unless.is_some_and(|id| regs.once[id as usize].b()) {
-                continue;
-            }
-            match &c.test {
-                Test::AtLeast(id, add) => first = first.max(i64::from(regs.once[*id as usize].i()) + add),
-                Test::AtMost(id, add) => last = last.min(i64::from(regs.once[*id as usize].i()) + add),
-                Test::One(id) => {
-                    if !regs.once[*id as usize].b() {
-                        first = i64::MAX;
-                    }
+            let Some(program) = narrow(p, c, env, regs, &mut first, &mut last) else { continue };
+            let mut start = start;
+            for x in x.chunks_mut(COLUMNS) {
+                v.call(Execute { program, env, start, n: x.len(), regs });
+                let Src::Col(c) = program.result else { unreachable!("a test that varies") };
+                for (x, &m) in x.iter_mut().zip(&regs.columns[c as usize]) {
+                    *x = if m != 0 { *x } else { hidden };
                 }
-                Test::Columns(program) => {
-                    let mut start = start;
-                    for x in x.chunks_mut(COLUMNS) {
-                        v.call(Execute { program, env, start, n: x.len(), regs });
-                        let Src::Col(c) = program.result else { unreachable!("a test that varies") };
-                        for (x, &m) in x.iter_mut().zip(&regs.columns[c as usize]) {
-                            *x = if m != 0 { *x } else { hidden };
-                        }
-                        start = start.wrapping_add(COLUMNS as i32);
-                    }
-                }
+                start = start.wrapping_add(COLUMNS as i32);
             }
         }
         let n = x.len() as i64;

@@ -123,6 +123,8 @@ pub(crate) struct RowProgram {
     pub(crate) variant: Variant,
     pub(crate) logits: Option<Columns>,
     pub(crate) mask: Vec<Conjunct>,
+    /// Whether the mask differs from head to head.
+    pub(crate) masks_by_head: bool,
     pub(crate) output: Option<Columns>,
     pub(crate) query: RowTransform,
     pub(crate) key: RowTransform,
@@ -147,6 +149,10 @@ impl RowProgram {
             width: width.unwrap_or(1),
             logits,
             mask,
+            masks_by_head: variant.0.mask.as_ref().is_some_and(|e| {
+                let by_head = |&id: &Id| matches!(variant.0.nodes[id as usize], Op::Leaf(Leaf::QoHead | Leaf::KvHead));
+                e.order.iter().any(by_head)
+            }),
             output,
             query: RowTransform::new(variant, Hook::Query, &variant.0.query, head_dim_qk)?,
             key: RowTransform::new(variant, Hook::Key, &variant.0.key, head_dim_qk)?,
@@ -162,6 +168,10 @@ impl RowProgram {
     /// Whether keys may be hidden.
     pub(crate) fn has_mask(&self) -> bool {
         self.variant.0.mask.is_some()
+    }
+    /// Whether the mask lets through an interval of a row's keys, and hides all others.
+    pub(crate) fn has_interval(&self) -> bool {
+        self.has_mask() && self.mask.iter().all(|c| !matches!(c.test, Test::Columns(_)))
     }
     /// Whether rows start with a key that is not there.
     pub(crate) fn has_init(&self) -> bool {

@@ -129,6 +129,9 @@ impl<'a, 'b, 'c> Pipe<'a, 'b, 'c> {
         if visible == Visible::All {
             return Some(all);
         }
+        if launch.program.has_interval() {
+            return self.limited(all);
+        }
         let tokens = item.q_start as usize + first / group..item.q_start as usize + (first + count - 1) / group + 1;
         let block = block_of(&launch.tokens[tokens], self.head..self.head + 1, group);
         match see(launch, &block, kv_pos, n) {
@@ -161,6 +164,28 @@ impl<'a, 'b, 'c> Pipe<'a, 'b, 'c> {
             clear = from..from;
         }
         Some(Strip { first, count, seen: from..end, clear })
+    }
+
+    /// What some rows see of the span, by their limits.
+    #[inline(always)]
+    fn limited(&self, Strip { first, count, seen: Range { end: n, .. }, .. }: Strip) -> Option<Strip> {
+        let in_span = |pos: i32| pos.saturating_sub(self.kv_pos).clamp(0, n as i32);
+        let (mut some, mut every) = ([n as i32, 0], [0, n as i32]);
+        for limits in &self.b.limits[first..first + count] {
+            let [from, end] = limits.map(in_span);
+            every = [every[0].max(from), every[1].min(end)];
+            if from < end {
+                some = [some[0].min(from), some[1].max(end)];
+            }
+        }
+        let ([from, end], [low, high]) = (some.map(|x| x as usize), every.map(|x| x as usize));
+        if from >= end {
+            return None;
+        }
+        let seen = from / STEP * STEP..n.min(end.next_multiple_of(STEP));
+        let clear = low.next_multiple_of(STEP)..if high >= seen.end { seen.end } else { high / STEP * STEP };
+        let clear = if clear.is_empty() { seen.start..seen.start } else { clear };
+        Some(Strip { first, count, seen, clear })
     }
 
     /// Step `at` of the scores of a strip's block from position `j` on, which are to be at `to` of the sums.
@@ -279,7 +304,12 @@ impl<'a, 'b, 'c> Pipe<'a, 'b, 'c> {
         self.begins = false;
         for (row, state) in states.iter_mut().enumerate() {
             let s = &mut self.b.sums[slot * BLOCK + row * STEP..][..STEP];
-            if masked {
+            if masked && self.launch.program.has_interval() {
+                let at = self.kv_pos + j as i32;
+                let limits =
+                    self.b.limits[strip.first + row].map(|pos| pos.saturating_sub(at).clamp(0, n as i32) as f32);
+                show(v, limits, s);
+            } else if masked {
                 let ctx = row_ctx(self.launch, self.item, self.head, strip.first + row);
                 let at = self.kv_pos + j as i32;
                 hooks::logits(v, self.launch.program, self.launch.bound, &ctx, at, &mut s[..n], regs, true);
@@ -399,5 +429,23 @@ impl<'a, 'b, 'c> Pipe<'a, 'b, 'c> {
                 }
             }
         }
+    }
+}
+
+/// Hides what is before the first limit or not before the second.
+#[inline(always)]
+fn show(v: Avx512, [from, end]: [f32; 2], s: &mut [f32]) {
+    const AT: [f32; STEP] = {
+        let (mut at, mut i) = ([0.0; STEP], 0);
+        while i < STEP {
+            (at[i], i) = (i as f32, i + 1);
+        }
+        at
+    };
+    let (from, end, hidden) = (v.splat(from), v.splat(end), v.splat(f32::NEG_INFINITY));
+    for (s, at) in s.chunks_exact_mut(16).zip(AT.chunks_exact(16)) {
+        let at = v.load(at);
+        let shown = v.select(v.lt(at, end), v.load(s), hidden);
+        v.store(v.select(v.lt(at, from), hidden, shown), s);
     }
 }

@@ -10,7 +10,7 @@ use std::ops::Range;
 
 use super::pipe::Pipe;
 use super::{
-    Item, Launch, Operand, Registers, Shape, Sink, State, ask_row, block_of, end_row, locate, row_ctx, see,
+    Item, Launch, Operand, Registers, Shape, Sink, State, ask_row, block_of, end_row, hooks, locate, row_ctx, see,
     start_state, tokens_of,
 };
 use crate::cpu::arch::{Avx512, TILE, TileKernel, Tiles, prefetch_at};
@@ -51,8 +51,8 @@ pub(super) fn suits(launch: &Launch<'_>) -> bool {
 pub(super) fn floats(dim_qk: usize, dim_vo: usize, shape: Shape) -> usize {
     let (rows, span) = (shape.rows.next_multiple_of(STRIP), shape.span);
     let (dq, dv) = (dim_qk.next_multiple_of(STEP), dim_vo.next_multiple_of(STEP));
-    // Queries, sums (ring, scores, outputs), weights, keys, values, a step of rows, one wide row, a row of scores, and
-    // to the next cache line.
+    // Queries, sums (ring, scores, outputs), weights, keys, values, a step of rows, one wide row, a row of scores, limits,
+    // and to the next cache line.
     rows * dq / 2
         + (RING + span / STEP) * BLOCK
         + rows * dv
@@ -61,6 +61,7 @@ pub(super) fn floats(dim_qk: usize, dim_vo: usize, shape: Shape) -> usize {
         + STEP * dq.max(dv) / 2
         + dq.max(dv)
         + span
+        + 2 * rows
         + 16
 }
 
@@ -92,6 +93,9 @@ pub(super) struct Buffers<'b> {
     pub wide: &'b mut [f32],
     /// `[span]`
     pub row: &'b mut [f32],
+    /// By query row, the first position that its mask shows and the one behind the last, if that is all it shows: filled in
+    /// for the first span that it hides some of.
+    pub limits: &'b mut [[i32; 2]],
     pub span: usize,
 }
 
@@ -102,9 +106,23 @@ impl<'b> Buffers<'b> {
         let mut take = |n: usize| rest.split_off_mut(..n).expect("sized by `floats`");
         let (q, sums) = (take(rows * dq / 2), take((RING + span / STEP) * BLOCK + rows * dv));
         let (p, k, v) = (take(STRIP * span / 2), take(span * dq / 2), take(span * dv / 2));
-        let (step, wide, row) = (take(STEP * dq.max(dv) / 2), take(dq.max(dv)), take(span));
+        let (step, wide, row, limits) = (take(STEP * dq.max(dv) / 2), take(dq.max(dv)), take(span), take(2 * rows));
         let half = bytemuck::cast_slice_mut::<f32, bf16>;
-        Self { q: half(q), sums, p: half(p), k: half(k), v: half(v), step: half(step), wide, row, span }
+        let limits = bytemuck::cast_slice_mut(limits);
+        Self { q: half(q), sums, p: half(p), k: half(k), v: half(v), step: half(step), wide, row, limits, span }
+    }
+
+    /// Fills in the limits of all rows of a head, if its mask is an interval.
+    #[inline(always)]
+    fn limit(&mut self, launch: &Launch<'_>, item: &Item, head: u32, regs: &mut Registers) {
+        let (program, rows) = (launch.program, item.q_len as usize * launch.group);
+        let mut limits = [0; 2];
+        for (row, to) in self.limits.iter_mut().enumerate().take(rows) {
+            if row.is_multiple_of(launch.group) || program.masks_by_head {
+                limits = hooks::interval(program, launch.bound, &row_ctx(launch, item, head, row), regs);
+            }
+            *to = limits;
+        }
     }
 
     /// Where the first block of outputs is in `sums`.
@@ -138,7 +156,9 @@ impl TileKernel for TileItem<'_, '_> {
         let rows = per_head.next_multiple_of(STRIP);
         let mut b = Buffers::new(buffer, rows, launch.shape.span, dq, dv);
         let tokens = tokens_of(launch, item);
+        let mut limited = false;
         for head in item.head_start..item.head_end {
+            limited &= !launch.program.masks_by_head;
             b.q[per_head / 16 * 16 * dq..].fill(bf16::ZERO);
             let place = |row: usize| [0, item.q_start as usize + row / group, head as usize * group + row % group];
             for (row, state) in states[..per_head].iter_mut().enumerate() {
@@ -165,6 +185,10 @@ impl TileKernel for TileItem<'_, '_> {
                 let kv_pos = launch.kv_base.map_or(0, |b| b[item.request as usize]) + pos as i32;
                 let visible = see(launch, &block, kv_pos, n);
                 if visible != Visible::None {
+                    if visible == Visible::Some && launch.program.has_interval() && !limited {
+                        b.limit(launch, item, head, regs);
+                        limited = true;
+                    }
                     let finite = pack(v, launch, item, head, pos, n, &mut b, dq);
                     let pipe = Pipe::new(v, tiles, launch, item, (head, kv_pos), finite, &mut b);
                     pipe.run(per_head, visible, n, regs, states);
