@@ -10,7 +10,7 @@ use std::cell::{Cell, UnsafeCell};
 use std::marker::PhantomData;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::{self, JoinHandle, Thread};
 
@@ -309,6 +309,30 @@ impl<'a, T: Element> RowsMut<'a, T> {
         unsafe { self.row_unchecked(r) }
     }
 
+    /// Some rows of the whole tensor, one after the other: a division for all of them instead of one for each.
+    ///
+    /// # Panics
+    /// If they are not in [`Self::range`].
+    #[inline(always)]
+    pub(crate) fn some(&mut self, rows: Range<usize>) -> impl Iterator<Item = &mut [T]> {
+        let Range { start, end } = self.range;
+        assert!(start <= rows.start && rows.start <= rows.end && rows.end <= end, "rows {rows:?} of {start}..{end}");
+        let (mut outer, mut inner) = (rows.start / self.inner.max(1), rows.start % self.inner.max(1));
+        rows.map(move |_| {
+            let at = outer * self.strides[0] + inner * self.strides[1];
+            inner += 1;
+            if inner == self.inner {
+                (outer, inner) = (outer + 1, 0);
+            }
+            if self.row == 0 {
+                return &mut [][..];
+            }
+            // SAFETY: as in `row_unchecked`; the rows are in this value's range, each comes once, and `&mut self` keeps other
+            // references to them away.
+            unsafe { std::slice::from_raw_parts_mut(self.start.add(at), self.row) }
+        })
+    }
+
     /// # Safety
     /// `r` is in range and no other reference to the row exists for `'a`.
     #[inline(always)]
@@ -434,7 +458,8 @@ impl<'a, T: Element> SlotsMut<'a, T> {
 /// Rows that several workers take in any order, each at most once.
 pub(crate) struct RowsOnce<'a, T> {
     rows: RowsMut<'a, T>,
-    taken: Vec<AtomicU8>,
+    /// A bit per row.
+    taken: Vec<AtomicU64>,
 }
 
 // SAFETY: `take` gives a row to one asker only.
@@ -442,7 +467,7 @@ unsafe impl<T: Send> Sync for RowsOnce<'_, T> {}
 
 impl<'a, T: Element> RowsOnce<'a, T> {
     pub(crate) fn new(rows: RowsMut<'a, T>) -> Self {
-        Self { taken: rows.range.clone().map(|_| AtomicU8::new(0)).collect(), rows }
+        Self { taken: rows.range.clone().step_by(64).map(|_| AtomicU64::new(0)).collect(), rows }
     }
 
     /// Row `r`.
@@ -451,19 +476,35 @@ impl<'a, T: Element> RowsOnce<'a, T> {
     /// If it is out of range or was taken before: both are faults of the schedule, not of the user's input.
     #[inline(always)]
     pub(crate) fn take(&self, r: usize) -> &'a mut [T] {
-        let i = r.wrapping_sub(self.rows.range.start);
-        assert_eq!(self.taken[i].swap(1, Ordering::Relaxed), 0, "row {r} was taken before");
-        // SAFETY: `i` indexed `taken`, which has an entry for each row of the range, so `r` is in range, and it was
-        // not taken before.
-        unsafe { self.rows.row_unchecked(r) }
+        self.take_some(r, 1).next().expect("one")
     }
 
-    /// Asks for the lines of row `r`, if there is one, which will be taken soon. Taking a row waits for what was written
-    /// before, and that for its lines: of rows of 256 bytes it was a tenth of a prefill of 512 tokens.
+    /// Rows `r..r + n`. To take them one by one would wait for what was written before, each time.
+    ///
+    /// # Panics
+    /// As [`Self::take`].
     #[inline(always)]
-    pub(crate) fn ask(&self, r: usize) {
+    pub(crate) fn take_some(&self, r: usize, n: usize) -> impl Iterator<Item = &'a mut [T]> {
+        let Range { start, end } = self.rows.range;
+        assert!(start <= r && r <= end && n <= end - r, "rows {r}..{r} + {n} of {start}..{end}");
+        let (mut at, last) = (r - start, r - start + n);
+        while at < last {
+            let some = (last - at).min(64 - at % 64);
+            let bits = (u64::MAX >> (64 - some)) << (at % 64);
+            let taken = self.taken[at / 64].fetch_or(bits, Ordering::Relaxed) & bits;
+            assert_eq!(taken, 0, "of rows {r}..{r} + {n} some were taken before");
+            at += some;
+        }
+        // SAFETY: the rows are in range, and were not taken before.
+        (r..r + n).map(|r| unsafe { self.rows.row_unchecked(r) })
+    }
+
+    /// Asks for the lines of rows `r..r + n`, of those that there are, which will be taken soon. Taking rows waits for what was
+    /// written before, and that for its lines: of rows of 256 bytes it was a tenth of a prefill of 512 tokens.
+    #[inline(always)]
+    pub(crate) fn ask(&self, r: usize, n: usize) {
         let RowsMut { start, inner, strides, row, range, .. } = &self.rows;
-        if range.contains(&r) {
+        for r in r.max(range.start)..(r + n).min(range.end) {
             prefetch_at(start.wrapping_add(r / inner * strides[0] + r % inner * strides[1]), *row);
         }
     }
@@ -541,6 +582,8 @@ mod tests {
         rows.take(5).fill(1.0);
         assert!(catch_unwind(AssertUnwindSafe(|| rows.take(5).len())).is_err());
         assert!(catch_unwind(AssertUnwindSafe(|| rows.take(6).len())).is_err());
+        assert!(catch_unwind(AssertUnwindSafe(|| rows.take_some(3, 3).count())).is_err());
+        assert!(catch_unwind(AssertUnwindSafe(|| rows.take_some(4, 3).count())).is_err());
         drop(rows);
         assert_eq!(data[20..22], [1.0, 1.0]);
         assert_eq!(data.iter().sum::<f32>(), 2.0);

@@ -652,7 +652,7 @@ impl Tiles {
     /// [`Self::begin_i8`], sums stay in tiles between the calls of a product, so that vectors work beside it; and products
     /// stand between the stores, 16 cycles each, in which none runs.
     #[inline(always)]
-    pub(crate) fn begin(
+    pub(crate) fn begin<const FAR: bool>(
         self,
         a: Right<'_, bf16>,
         b: Right<'_, bf16>,
@@ -664,10 +664,10 @@ impl Tiles {
         assert!(a.data.len() >= TILE && a1.len() >= TILE && b.data.len() >= TILE && b1.len() >= TILE);
         let last = sums[last..][..1024].as_mut_ptr();
         macro_rules! block {
-            ($t0:literal, $t1:literal, $t2:literal, $t3:literal, $c:expr) => {
+            ($load:literal, $t0:literal, $t1:literal, $t2:literal, $t3:literal, $c:expr) => {
                 asm!(
                     "tileloadd tmm4, [{a0} + {row}*1]",
-                    "tileloadd tmm6, [{b0} + {row}*1]",
+                    concat!($load, " tmm6, [{b0} + {row}*1]"),
                     "tilestored [{last} + {sc}*1], tmm0",
                     $t0,
                     "tdpbf16ps tmm0, tmm4, tmm6",
@@ -675,7 +675,7 @@ impl Tiles {
                     "tilestored [{last} + {sc}*1 + 2048], tmm2",
                     $t2,
                     "tdpbf16ps tmm2, tmm5, tmm6",
-                    "tileloadd tmm7, [{b1} + {row}*1]",
+                    concat!($load, " tmm7, [{b1} + {row}*1]"),
                     "tilestored [{last} + {sc}*1 + 64], tmm1",
                     $t1,
                     "tdpbf16ps tmm1, tmm4, tmm7",
@@ -690,18 +690,31 @@ impl Tiles {
                 )
             };
         }
-        // SAFETY: tiles of 16 rows of 64 bytes are configured here (`self`); the four tiles read and the blocks of 32 rows
-        // of 128 bytes lie inside the slices.
-        unsafe {
-            match from {
-                Some(from) => block!(
+        macro_rules! from_sums {
+            ($load:literal, $from:expr) => {
+                block!(
+                    $load,
                     "tileloadd tmm0, [{c} + {sc}*1]",
                     "tileloadd tmm1, [{c} + {sc}*1 + 64]",
                     "tileloadd tmm2, [{c} + {sc}*1 + 2048]",
                     "tileloadd tmm3, [{c} + {sc}*1 + 2112]",
-                    sums[from..][..1024].as_ptr()
-                ),
-                None => block!("tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3", last),
+                    sums[$from..][..1024].as_ptr()
+                )
+            };
+        }
+        macro_rules! from_zeros {
+            ($load:literal) => {
+                block!($load, "tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3", last)
+            };
+        }
+        // SAFETY: tiles of 16 rows of 64 bytes are configured here (`self`); the four tiles read and the blocks of 32 rows
+        // of 128 bytes lie inside the slices.
+        unsafe {
+            match (from, FAR) {
+                (Some(from), false) => from_sums!("tileloadd", from),
+                (Some(from), true) => from_sums!("tileloaddt1", from),
+                (None, false) => from_zeros!("tileloadd"),
+                (None, true) => from_zeros!("tileloaddt1"),
             }
         }
     }
@@ -753,26 +766,29 @@ impl Tiles {
 
     /// One more step of the product begun last by [`Self::begin`], `at` steps on in both operands.
     #[inline(always)]
-    pub(crate) fn step(self, a: Right<'_, bf16>, b: Right<'_, bf16>, at: usize) {
+    pub(crate) fn step<const FAR: bool>(self, a: Right<'_, bf16>, b: Right<'_, bf16>, at: usize) {
         let (a0, b0) = (&a.data[at * TILE..], &b.data[at * TILE..]);
         let (a1, b1) = (&a0[a.stride..], &b0[b.stride..]);
         assert!(a0.len() >= TILE && a1.len() >= TILE && b0.len() >= TILE && b1.len() >= TILE);
-        // SAFETY: as in `begin`.
-        unsafe {
-            asm!(
-                "tileloadd tmm4, [{a0} + {row}*1]",
-                "tileloadd tmm6, [{b0} + {row}*1]",
-                "tileloadd tmm5, [{a1} + {row}*1]",
-                "tileloadd tmm7, [{b1} + {row}*1]",
-                "tdpbf16ps tmm0, tmm4, tmm6",
-                "tdpbf16ps tmm2, tmm5, tmm6",
-                "tdpbf16ps tmm1, tmm4, tmm7",
-                "tdpbf16ps tmm3, tmm5, tmm7",
-                a0 = in(reg) a0.as_ptr(), a1 = in(reg) a1.as_ptr(), b0 = in(reg) b0.as_ptr(), b1 = in(reg) b1.as_ptr(),
-                row = in(reg) ROW,
-                options(nostack)
-            );
+        macro_rules! block {
+            ($load:literal) => {
+                asm!(
+                    "tileloadd tmm4, [{a0} + {row}*1]",
+                    concat!($load, " tmm6, [{b0} + {row}*1]"),
+                    "tileloadd tmm5, [{a1} + {row}*1]",
+                    concat!($load, " tmm7, [{b1} + {row}*1]"),
+                    "tdpbf16ps tmm0, tmm4, tmm6",
+                    "tdpbf16ps tmm2, tmm5, tmm6",
+                    "tdpbf16ps tmm1, tmm4, tmm7",
+                    "tdpbf16ps tmm3, tmm5, tmm7",
+                    a0 = in(reg) a0.as_ptr(), a1 = in(reg) a1.as_ptr(), b0 = in(reg) b0.as_ptr(), b1 = in(reg) b1.as_ptr(),
+                    row = in(reg) ROW,
+                    options(nostack)
+                )
+            };
         }
+        // SAFETY: as in `begin`.
+        unsafe { if FAR { block!("tileloaddt1") } else { block!("tileloadd") } }
     }
 }
 

@@ -48,6 +48,19 @@ pub(crate) fn prefetch_at<T>(x: *const T, len: usize) {
     let _ = (x, len);
 }
 
+/// Asks for the lines of `x`, into the second-level cache.
+#[inline(always)]
+pub(crate) fn prefetch_far<T>(x: &[T]) {
+    #[cfg(target_arch = "x86_64")]
+    for at in (0..size_of_val(x)).step_by(LINE) {
+        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+        // SAFETY: SSE is in the x86-64 baseline, and a prefetch reads nothing, wherever it points.
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(x.as_ptr().cast::<i8>().wrapping_add(at)) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = x;
+}
+
 /// Bytes of a cache line.
 const LINE: usize = 64;
 

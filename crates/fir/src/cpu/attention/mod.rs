@@ -578,17 +578,23 @@ fn end_row<V: Vector>(
     }
 }
 
-/// Asks for the output row that [`end_row`] will write for query row `row` of a KV head, if there is one.
+/// The first of the output rows of a token of an item and KV head.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
-fn ask_row(launch: &Launch<'_>, item: &Item, (head, row): (u32, usize), sink: &Sink<'_>) {
-    let (group, heads) = (launch.group, launch.kv_heads * launch.group);
-    let row = (item.q_start as usize + row / group) * heads + head as usize * group + row % group;
+fn first_row(launch: &Launch<'_>, item: &Item, head: u32, token: usize) -> usize {
+    ((item.q_start as usize + token) * launch.kv_heads + head as usize) * launch.group
+}
+
+/// Asks for the output rows that [`end_row`] will write for a token of an item and KV head, if there are any.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+fn ask_rows(launch: &Launch<'_>, item: &Item, (head, token): (u32, usize), sink: &Sink<'_>) {
+    let (row, n) = (first_row(launch, item, head, token), launch.group);
     match sink {
         _ if item.partial != Item::WHOLE => {}
-        Sink::Output { out: Out::F32(rows), .. } | Sink::States(rows) => rows.ask(row),
-        Sink::Output { out: Out::F16(rows), .. } => rows.ask(row),
-        Sink::Output { out: Out::Bf16(rows), .. } => rows.ask(row),
+        Sink::Output { out: Out::F32(rows), .. } | Sink::States(rows) => rows.ask(row, n),
+        Sink::Output { out: Out::F16(rows), .. } => rows.ask(row, n),
+        Sink::Output { out: Out::Bf16(rows), .. } => rows.ask(row, n),
     }
 }
 
@@ -808,6 +814,22 @@ fn write_state(row: &mut [f32], o: &[f32], state: State) {
     md.copy_from_slice(&[state.m, state.d]);
 }
 
+/// What turns a row's weighted values into its output. Where nothing is visible, `d` is 0, the output 0 and [`log_sum`] -inf.
+#[inline(always)]
+fn last_scale(launch: &Launch<'_>, state: State) -> f32 {
+    match state.d {
+        _ if !launch.program.softmax() => launch.v_scale,
+        0.0 => 0.0,
+        d => launch.v_scale / d,
+    }
+}
+
+/// Of a row's weights, to base 2.
+#[inline(always)]
+fn log_sum(launch: &Launch<'_>, state: State) -> f32 {
+    state.m * base(launch) + state.d.log2()
+}
+
 /// Normalises a row, lets the variant's `output` have it, and writes it.
 struct Finish<'a, 'b> {
     launch: &'b Launch<'a>,
@@ -829,12 +851,7 @@ impl Kernel for Finish<'_, '_> {
             Sink::States(rows) => return write_state(rows.take(row), o, state),
             Sink::Output { out, lse } => (out, lse),
         };
-        // Nothing visible: d = 0, the output is 0 and its log-sum-exp -inf.
-        let scale = match state.d {
-            _ if !launch.program.softmax() => launch.v_scale,
-            0.0 => 0.0,
-            d => launch.v_scale / d,
-        };
+        let scale = last_scale(launch, state);
         for x in &mut *o {
             *x *= scale;
         }
@@ -845,7 +862,7 @@ impl Kernel for Finish<'_, '_> {
             hooks::output(v, program, launch.bound, &ctx, o, m, state.d, regs);
         }
         if let Some(lse) = lse {
-            lse.take(row)[0] = state.m * base + state.d.log2();
+            lse.take(row)[0] = log_sum(launch, state);
         }
         match out {
             Out::F32(rows) => narrow(v, o, rows.take(row)),

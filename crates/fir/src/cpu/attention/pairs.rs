@@ -6,8 +6,8 @@
 
 use super::tiles::{Buffers, STRIP, TileItem, pack};
 use super::{
-    At, Item, Launch, Operand, Registers, State, ask_row, block_of, ctx_of, end_row, locate, row_ctx, see, start_state,
-    tokens_of, weigh,
+    At, Item, Launch, Operand, Registers, State, ask_rows, block_of, ctx_of, end_row, locate, row_ctx, see,
+    start_state, tokens_of, weigh,
 };
 use crate::cpu::arch::{Avx512, PairKernel};
 use crate::cpu::rows::narrow;
@@ -60,7 +60,9 @@ impl PairKernel for TileItem<'_, '_> {
                 pos += n as u32;
             }
             for (row, &state) in states[..per_head].iter().enumerate() {
-                ask_row(launch, item, (head, row + 1), sink);
+                if row.is_multiple_of(group) {
+                    ask_rows(launch, item, (head, row / group + 1), sink);
+                }
                 let o = &mut b.sums[outputs + row * dv..][..dv];
                 end_row(v, launch, item, (head, row), o, state, partials, sink, regs);
             }

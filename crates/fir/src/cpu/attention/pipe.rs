@@ -12,7 +12,7 @@
 
 use std::ops::Range;
 
-use super::tiles::{BLOCK, Buffers, RING, STEP, STRIP};
+use super::tiles::{BLOCK, Buffers, Coming, Hull, RING, STEP, STRIP};
 use super::{Item, Launch, Operand, Registers, State, base, block_of, hooks, natural, row_ctx, see};
 use crate::cpu::arch::{Avx512, Right, TILE, Tiles};
 use crate::cpu::vector::Vector;
@@ -63,9 +63,11 @@ pub(super) struct Pipe<'a, 'b, 'c> {
     lanes: [[f32; 16]; STRIP],
     /// Whether some of its rows have no maximum yet.
     begins: bool,
+    coming: Coming,
 }
 
 impl<'a, 'b, 'c> Pipe<'a, 'b, 'c> {
+    #[expect(clippy::too_many_arguments, reason = "one call site")]
     #[inline(always)]
     pub(super) fn new(
         v: Avx512,
@@ -74,11 +76,12 @@ impl<'a, 'b, 'c> Pipe<'a, 'b, 'c> {
         item: &'b Item,
         (head, kv_pos): (u32, i32),
         finite: bool,
+        coming: Coming,
         b: &'b mut Buffers<'c>,
     ) -> Self {
         let dq = launch.k.iter().map(Operand::dim).sum();
         let (last, offsets, lanes) = ((RING - 1) * BLOCK, [0.0; STRIP], [[0.0; 16]; STRIP]);
-        Self { v, tiles, launch, item, head, kv_pos, dq, finite, b, last, offsets, lanes, begins: true }
+        Self { v, tiles, launch, item, head, kv_pos, dq, finite, b, last, offsets, lanes, begins: true, coming }
     }
 
     #[inline(always)]
@@ -169,16 +172,9 @@ impl<'a, 'b, 'c> Pipe<'a, 'b, 'c> {
     /// What some rows see of the span, by their limits.
     #[inline(always)]
     fn limited(&self, Strip { first, count, seen: Range { end: n, .. }, .. }: Strip) -> Option<Strip> {
-        let in_span = |pos: i32| pos.saturating_sub(self.kv_pos).clamp(0, n as i32);
-        let (mut some, mut every) = ([n as i32, 0], [0, n as i32]);
-        for limits in &self.b.limits[first..first + count] {
-            let [from, end] = limits.map(in_span);
-            every = [every[0].max(from), every[1].min(end)];
-            if from < end {
-                some = [some[0].min(from), some[1].max(end)];
-            }
-        }
-        let ([from, end], [low, high]) = (some.map(|x| x as usize), every.map(|x| x as usize));
+        let in_span = |pos: i32| pos.saturating_sub(self.kv_pos).clamp(0, n as i32) as usize;
+        let hull: Hull = self.b.hulls[first / STRIP];
+        let [from, end, low, high] = hull.map(in_span);
         if from >= end {
             return None;
         }
@@ -195,9 +191,9 @@ impl<'a, 'b, 'c> Pipe<'a, 'b, 'c> {
         let q = Right { data: &b.q[strip.first / 16 * tile_row..], stride: tile_row };
         let keys = Right { data: &b.k[j * self.dq..], stride: tile_row };
         if at > 0 {
-            return self.tiles.step(q, keys, at);
+            return self.tiles.step::<true>(q, keys, at);
         }
-        self.tiles.begin(q, keys, b.sums, None, self.last);
+        self.tiles.begin::<true>(q, keys, b.sums, None, self.last);
         self.last = to;
     }
 
@@ -240,6 +236,7 @@ impl<'a, 'b, 'c> Pipe<'a, 'b, 'c> {
                 }
                 self.weigh_rows(slot, j, rows);
             }
+            self.coming.ask(self.launch, self.item, self.head);
             let v = self.v;
             if j + STEP < strip.seen.end {
                 return;
@@ -380,7 +377,7 @@ impl<'a, 'b, 'c> Pipe<'a, 'b, 'c> {
             }
             let scale = if m == state.m { 1.0 } else { ((state.m - shift) * base).exp2() };
             *state = State { m, d: state.d * scale + v.sum(sum) };
-            if scale != 1.0 {
+            if scale != 1.0 && self.b.begun[first / STRIP] == 1 {
                 for c in 0..dv / STEP {
                     let at = self.b.output(first + row, c, dv);
                     for o in self.b.sums[at].chunks_exact_mut(16) {
@@ -402,12 +399,13 @@ impl<'a, 'b, 'c> Pipe<'a, 'b, 'c> {
         let b = &mut *self.b;
         let apart = b.span / STEP * TILE;
         let p = Right { data: &b.p[from / STEP * TILE..], stride: apart };
+        let begun = std::mem::replace(&mut b.begun[strip.first / STRIP], 1) == 1;
         for c in 0..dv / STEP {
             let values = Right { data: &b.v[2 * c * apart + from / STEP * TILE..], stride: apart };
             let o = b.output(strip.first, c, dv).start;
-            self.tiles.begin(p, values, b.sums, Some(o), self.last);
+            self.tiles.begin::<true>(p, values, b.sums, begun.then_some(o), self.last);
             for at in 1..(n - from).div_ceil(STEP) {
-                self.tiles.step(p, values, at);
+                self.tiles.step::<true>(p, values, at);
             }
             self.last = o;
         }
@@ -416,6 +414,7 @@ impl<'a, 'b, 'c> Pipe<'a, 'b, 'c> {
     /// As [`Self::add_values`], leaving out positions of weight 0: where a value is not finite, `0 · inf` would put a NaN.
     fn add_visible(&mut self, strip: &Strip) {
         let (b, dv) = (&mut *self.b, self.launch.dim_vo);
+        b.begin(strip.first / STRIP, dv);
         for row in 0..strip.count {
             for j in strip.seen.clone() {
                 let p = b.p[b.weights(row, j)][j % STEP].to_f32();

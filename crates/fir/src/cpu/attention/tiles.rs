@@ -10,11 +10,12 @@ use std::ops::Range;
 
 use super::pipe::Pipe;
 use super::{
-    Item, Launch, Operand, Registers, Shape, Sink, State, ask_row, block_of, end_row, hooks, locate, row_ctx, see,
-    start_state, tokens_of,
+    Item, Launch, Operand, Out, Registers, Shape, Sink, State, ask_rows, block_of, end_row, first_row, hooks,
+    last_scale, locate, log_sum, row_ctx, see, start_state, tokens_of,
 };
-use crate::cpu::arch::{Avx512, TILE, TileKernel, Tiles, prefetch_at};
+use crate::cpu::arch::{Avx512, TILE, TileKernel, Tiles, prefetch_at, prefetch_far};
 use crate::cpu::pool::RowsOnce;
+use crate::cpu::vector::{Lane, Vector};
 use crate::plan::TILE_KV;
 use crate::tensor::{DType, bf16};
 use crate::variant::Visible;
@@ -28,10 +29,14 @@ pub(super) const BLOCK: usize = STRIP * STEP;
 /// Blocks of sums before those of a strip's scores: two of the pipeline's, and one for what tiles hold at first.
 pub(super) const RING: usize = 3;
 
-/// Rows before the one that is written whose lines are asked for.
+/// Rows before those of the token that is written whose lines are asked for.
 const ROWS_AHEAD: usize = 8;
 /// The same of queries. Those of a head lie KiB apart: with a copy in between and nothing asked for, they took 6 % of 2048 tokens.
 const Q_AHEAD: usize = 16;
+
+/// What a strip's rows see, by their limits: the first position that some see, the one behind the last that some see, the first that all
+/// see, the one behind the last that all see.
+pub(super) type Hull = [i32; 4];
 
 /// Whether a launch can go through tiles: queries, keys and values are exact in bf16, the weights need be no finer than
 /// the output, and head dims are whole pairs of tiles.
@@ -51,8 +56,8 @@ pub(super) fn suits(launch: &Launch<'_>) -> bool {
 pub(super) fn floats(dim_qk: usize, dim_vo: usize, shape: Shape) -> usize {
     let (rows, span) = (shape.rows.next_multiple_of(STRIP), shape.span);
     let (dq, dv) = (dim_qk.next_multiple_of(STEP), dim_vo.next_multiple_of(STEP));
-    // Queries, sums (ring, scores, outputs), weights, keys, values, a step of rows, one wide row, a row of scores, limits,
-    // and to the next cache line.
+    // Queries, sums (ring, scores, outputs), weights, keys, values, a step of rows, one wide row, a row of scores, limits and
+    // hulls, strips, and to the next cache line.
     rows * dq / 2
         + (RING + span / STEP) * BLOCK
         + rows * dv
@@ -62,6 +67,7 @@ pub(super) fn floats(dim_qk: usize, dim_vo: usize, shape: Shape) -> usize {
         + dq.max(dv)
         + span
         + 2 * rows
+        + rows / STRIP * 5
         + 16
 }
 
@@ -96,6 +102,10 @@ pub(super) struct Buffers<'b> {
     /// By query row, the first position that its mask shows and the one behind the last, if that is all it shows: filled in
     /// for the first span that it hides some of.
     pub limits: &'b mut [[i32; 2]],
+    /// Of strips, filled in with them.
+    pub hulls: &'b mut [Hull],
+    /// Whether a strip has outputs, 1 or 0; before, they have no meaning.
+    pub begun: &'b mut [u32],
     pub span: usize,
 }
 
@@ -107,21 +117,45 @@ impl<'b> Buffers<'b> {
         let (q, sums) = (take(rows * dq / 2), take((RING + span / STEP) * BLOCK + rows * dv));
         let (p, k, v) = (take(STRIP * span / 2), take(span * dq / 2), take(span * dv / 2));
         let (step, wide, row, limits) = (take(STEP * dq.max(dv) / 2), take(dq.max(dv)), take(span), take(2 * rows));
+        let (hulls, begun) = (take(rows / STRIP * 4), take(rows / STRIP));
         let half = bytemuck::cast_slice_mut::<f32, bf16>;
-        let limits = bytemuck::cast_slice_mut(limits);
-        Self { q: half(q), sums, p: half(p), k: half(k), v: half(v), step: half(step), wide, row, limits, span }
+        let (limits, hulls) = (bytemuck::cast_slice_mut(limits), bytemuck::cast_slice_mut(hulls));
+        let (step, begun) = (half(step), bytemuck::cast_slice_mut(begun));
+        Self { q: half(q), sums, p: half(p), k: half(k), v: half(v), step, wide, row, limits, hulls, begun, span }
     }
 
     /// Fills in the limits of all rows of a head, if its mask is an interval.
     #[inline(always)]
     fn limit(&mut self, launch: &Launch<'_>, item: &Item, head: u32, regs: &mut Registers) {
-        let (program, rows) = (launch.program, item.q_len as usize * launch.group);
-        let mut limits = [0; 2];
-        for (row, to) in self.limits.iter_mut().enumerate().take(rows) {
-            if row.is_multiple_of(launch.group) || program.masks_by_head {
-                limits = hooks::interval(program, launch.bound, &row_ctx(launch, item, head, row), regs);
+        let (program, group) = (launch.program, launch.group);
+        for (token, to) in self.limits.chunks_exact_mut(group).enumerate().take(item.q_len as usize) {
+            let mut limits = [0; 2];
+            for (g, to) in to.iter_mut().enumerate() {
+                if g == 0 || program.masks_by_head {
+                    let ctx = row_ctx(launch, item, head, token * group + g);
+                    limits = hooks::interval(program, launch.bound, &ctx, regs);
+                }
+                *to = limits;
             }
-            *to = limits;
+        }
+        let limits = &self.limits[..item.q_len as usize * group];
+        for (limits, hull) in limits.chunks(STRIP).zip(&mut *self.hulls) {
+            *hull = [i32::MAX, i32::MIN, i32::MIN, i32::MAX];
+            for &[from, end] in limits {
+                if from < end {
+                    (hull[0], hull[1]) = (hull[0].min(from), hull[1].max(end));
+                }
+                (hull[2], hull[3]) = (hull[2].max(from), hull[3].min(end));
+            }
+        }
+    }
+
+    /// Puts zeros into the outputs of a strip that has none.
+    pub(super) fn begin(&mut self, strip: usize, dv: usize) {
+        if self.begun[strip] == 0 {
+            let at = self.output(strip * STRIP, 0, dv).start;
+            self.sums[at..][..STRIP * dv].fill(0.0);
+            self.begun[strip] = 1;
         }
     }
 
@@ -156,26 +190,32 @@ impl TileKernel for TileItem<'_, '_> {
         let rows = per_head.next_multiple_of(STRIP);
         let mut b = Buffers::new(buffer, rows, launch.shape.span, dq, dv);
         let tokens = tokens_of(launch, item);
+        // A state that no row's own logit begins.
+        let start = (!launch.program.has_init()).then(|| start_state(launch, item, &row_ctx(launch, item, 0, 0), regs));
         let mut limited = false;
         for head in item.head_start..item.head_end {
             limited &= !launch.program.masks_by_head;
             b.q[per_head / 16 * 16 * dq..].fill(bf16::ZERO);
-            let place = |row: usize| [0, item.q_start as usize + row / group, head as usize * group + row % group];
-            for (row, state) in states[..per_head].iter_mut().enumerate() {
-                let mut tile = (row / 16 * (dq / STEP)) * TILE + row % 16 * STEP;
-                for (part, _) in launch.q {
-                    if let Some(row) = part.bf16_row(place((row + Q_AHEAD).min(per_head - 1))) {
-                        prefetch_at(row.as_ptr(), row.len());
+            let ahead = Q_AHEAD.div_ceil(group);
+            for (token, states) in states[..per_head].chunks_exact_mut(group).enumerate() {
+                for (g, state) in states.iter_mut().enumerate() {
+                    let (row, qo_head) = (token * group + g, head as usize * group + g);
+                    let place = |token: usize| [0, item.q_start as usize + token, qo_head];
+                    let mut tile = (row / 16 * (dq / STEP)) * TILE + row % 16 * STEP;
+                    for (part, _) in launch.q {
+                        if let Some(row) = part.bf16_row(place((token + ahead).min(item.q_len as usize - 1))) {
+                            prefetch_at(row.as_ptr(), row.len());
+                        }
+                        for x in row_of(v, part, place(token), b.wide, b.step).as_chunks::<STEP>().0 {
+                            *b.q[tile..].first_chunk_mut().expect("a row of a tile") = *x;
+                            tile += TILE;
+                        }
                     }
-                    for x in row_of(v, part, place(row), b.wide, b.step).as_chunks::<STEP>().0 {
-                        *b.q[tile..].first_chunk_mut().expect("a row of a tile") = *x;
-                        tile += TILE;
-                    }
+                    *state =
+                        start.unwrap_or_else(|| start_state(launch, item, &row_ctx(launch, item, head, row), regs));
                 }
-                *state = start_state(launch, item, &row_ctx(launch, item, head, row), regs);
             }
-            let outputs = b.outputs();
-            b.sums[outputs..].fill(0.0);
+            b.begun.fill(0);
 
             let block = block_of(tokens, head..head + 1, group);
             let mut pos = item.kv_start;
@@ -190,14 +230,48 @@ impl TileKernel for TileItem<'_, '_> {
                         limited = true;
                     }
                     let finite = pack(v, launch, item, head, pos, n, &mut b, dq);
-                    let pipe = Pipe::new(v, tiles, launch, item, (head, kv_pos), finite, &mut b);
+                    let blocks = rows / STRIP * n.div_ceil(STEP);
+                    let coming = Coming::new(item, pos + n as u32, b.span, blocks);
+                    let pipe = Pipe::new(v, tiles, launch, item, (head, kv_pos), finite, coming, &mut b);
                     pipe.run(per_head, visible, n, regs, states);
                 }
                 pos += n as u32;
             }
+            for strip in 0..rows / STRIP {
+                b.begin(strip, dv);
+            }
+            end_rows(v, launch, item, head, &mut b, &states[..per_head], partials, sink, regs);
+        }
+    }
+}
 
-            for (row, &state) in states[..per_head].iter().enumerate() {
-                ask_row(launch, item, (head, row + ROWS_AHEAD), sink);
+/// Ends all rows of a head.
+#[expect(clippy::too_many_arguments, reason = "one call site")]
+#[inline(always)]
+fn end_rows(
+    v: Avx512,
+    launch: &Launch<'_>,
+    item: &Item,
+    head: u32,
+    b: &mut Buffers<'_>,
+    states: &[State],
+    partials: &RowsOnce<'_, f32>,
+    sink: &Sink<'_>,
+    regs: &mut Registers,
+) {
+    let (group, dv) = (launch.group, launch.dim_vo);
+    // Rows that nothing is asked about, of a token at once: one by one they took a fifth of a prompt of 512 tokens.
+    let plain = match sink {
+        Sink::Output { out: Out::Bf16(out), lse } if item.partial == Item::WHOLE && !launch.program.has_output() => {
+            Some((out, lse))
+        }
+        _ => None,
+    };
+    for (token, states) in states.chunks_exact(group).enumerate() {
+        ask_rows(launch, item, (head, token + ROWS_AHEAD.div_ceil(group)), sink);
+        let Some((out, lse)) = plain else {
+            for (g, &state) in states.iter().enumerate() {
+                let row = token * group + g;
                 for c in 0..dv / STEP {
                     let at = b.output(row, c, dv);
                     // Of a length that is known it is two instructions, else a call.
@@ -205,6 +279,54 @@ impl TileKernel for TileItem<'_, '_> {
                     *b.wide[c * STEP..].first_chunk_mut().expect("a step") = *from;
                 }
                 end_row(v, launch, item, (head, row), &mut b.wide[..dv], state, partials, sink, regs);
+            }
+            continue;
+        };
+        let first = first_row(launch, item, head, token);
+        if let Some(lse) = lse {
+            for (lse, &state) in lse.take_some(first, group).zip(states) {
+                lse[0] = log_sum(launch, state);
+            }
+        }
+        for (g, (out, &state)) in out.take_some(first, group).zip(states).enumerate() {
+            let scale = v.splat(last_scale(launch, state));
+            for (c, out) in out.chunks_exact_mut(STEP).enumerate() {
+                let (out, o) = (out.as_chunks_mut::<16>().0, &b.sums[b.output(token * group + g, c, dv)]);
+                bf16::store(v, v.mul(v.load(o), scale), &mut out[0]);
+                bf16::store(v, v.mul(v.load(&o[16..]), scale), &mut out[1]);
+            }
+        }
+    }
+}
+
+/// Positions of the span that comes, whose keys and values are asked for while the one before is multiplied: they lie KiB apart.
+pub(super) struct Coming {
+    rest: Range<u32>,
+    /// Per block.
+    each: usize,
+    /// Those from a multiple of a tile on, or the start.
+    at: [[usize; 2]; TILE_KV],
+    located: Range<u32>,
+}
+
+impl Coming {
+    #[inline(always)]
+    fn new(item: &Item, next: u32, span: usize, blocks: usize) -> Self {
+        let rest = next..item.kv_end.min(next.saturating_add(span as u32));
+        Self { each: rest.len().div_ceil(blocks), rest, at: [[0; 2]; TILE_KV], located: 0..0 }
+    }
+
+    /// Asks for a block's share.
+    #[inline(always)]
+    pub(super) fn ask(&mut self, launch: &Launch<'_>, item: &Item, head: u32) {
+        for pos in self.rest.by_ref().take(self.each) {
+            if !self.located.contains(&pos) {
+                locate(launch.index, item.request as usize, pos, item.kv_end, &mut self.at);
+                self.located = pos..pos.saturating_add(TILE_KV as u32);
+            }
+            let [page, slot] = self.at[(pos - self.located.start) as usize];
+            for part in launch.k.iter().chain(&launch.v) {
+                prefetch_far(part.bf16_row([page, slot, head as usize]).unwrap_or_default());
             }
         }
     }

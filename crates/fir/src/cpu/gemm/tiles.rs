@@ -20,7 +20,9 @@ use std::cell::Cell;
 
 use super::strips::{STEP, STRIP, Strips, copy, lines, strip_len};
 use super::{Epilogue, Product};
-use crate::cpu::arch::{Ahead, Amx, Avx512, Left, Right, Sums, TILE, TileKernel, Tiles, aligned};
+use crate::cpu::arch::{
+    Ahead, Amx, Avx512, Left, Right, Sums, TILE, TileKernel, Tiles, aligned, prefetch_at, prefetch_far,
+};
 use crate::cpu::exec::Cpu;
 use crate::cpu::pool::RowsMut;
 use crate::cpu::rows::Rows;
@@ -34,6 +36,8 @@ const FEW: usize = STRIP;
 const SUMS: usize = STRIP * STRIP;
 /// Elements of a line of the cache.
 const LINE: usize = 32;
+/// Steps ahead of the one that is packed whose rows are asked for.
+const PACK_AHEAD: usize = 8;
 /// Sizes of the blocks of a launch.
 ///
 /// A strip of the default depth, 256, takes 16 KB of the first-level cache, and so does the one that is being copied. A
@@ -187,19 +191,23 @@ impl TileKernel for Pack<'_> {
     fn run(self, v: Avx512, _: Tiles) {
         let Self { x, first, from, side, to } = self;
         let k = x.row_len();
+        let row = |r: usize| if r < x.len() { x.row(r) } else { &[] };
+        let rows: [[&[bf16]; 16]; 2] = std::array::from_fn(|s| std::array::from_fn(|r| row(first + 16 * s + r)));
         for (at, tile) in to.chunks_exact_mut(TILE).enumerate() {
-            let (step, first) = (from + at / side, x.len().min(first + at % side * 16));
-            let columns = step * STEP..k.min((step + 1) * STEP);
+            let columns = (from + at / side) * STEP..k.min((from + at / side + 1) * STEP);
             let mut ends = [[bf16::ZERO; STEP]; 16];
             let mut lines: [&[bf16]; 16] = [&[bf16::ZERO; STEP]; 16];
-            for (r, end) in ends.iter_mut().take(x.len() - first).enumerate() {
-                let row = &x.row(first + r)[columns.clone()];
-                lines[r] = if row.len() == STEP {
-                    row
-                } else {
-                    end[..row.len()].copy_from_slice(row);
-                    end
-                };
+            for ((line, end), row) in lines.iter_mut().zip(&mut ends).zip(&rows[at % side]) {
+                // Sixteen rows, KiB apart, are more streams than the caches' own prefetchers follow.
+                prefetch_at(row.as_ptr().wrapping_add(columns.start + PACK_AHEAD * STEP), STEP);
+                match row.get(columns.clone()) {
+                    Some(row) if row.len() == STEP => *line = row,
+                    Some(row) => {
+                        end[..row.len()].copy_from_slice(row);
+                        *line = end;
+                    }
+                    None => {}
+                }
             }
             v.pack_rows(&lines, 0, tile);
         }
@@ -225,7 +233,7 @@ struct Unit<'a, O> {
 impl<O: Lane> TileKernel for Unit<'_, O> {
     type Out = ();
     #[inline(always)]
-    fn run(self, v: Avx512, tiles: Tiles) {
+    fn run(mut self, v: Avx512, tiles: Tiles) {
         let (mut strip, mut sums) = SCRATCH.take();
         let m = self.out.range().len();
         let (strips, widths) = (m.div_ceil(STRIP), self.out.row_len().div_ceil(STRIP));
@@ -234,29 +242,52 @@ impl<O: Lane> TileKernel for Unit<'_, O> {
             let strip = aligned(&mut strip, 2 * STRIP * self.sizes.depth);
             let size = widths * strips * SUMS;
             let sums = aligned(&mut sums, self.then.rows() * size);
-            for (half, sums) in sums.chunks_exact_mut(size).enumerate() {
-                let first = half * self.n + self.first;
-                let few = self.few;
-                match self.w {
-                    _ if self.k == 0 => sums.fill(0.0),
-                    Weights::Rows(w) if few => self.few(tiles, w, first, strip, sums),
-                    Weights::Rows(w) => self.many(v, tiles, w, first, strip, sums),
-                    Weights::Strips(w) if few => self.few_packed(tiles, w, first, sums),
-                    Weights::Strips(w) => self.many_packed(v, tiles, w, first, sums),
+            let (first, second) = sums.as_chunks_mut::<SUMS>().0.split_at_mut(widths * strips);
+            let at = self.first;
+            match second {
+                [] => self.multiply(v, tiles, at, strip, first, Some(&[])),
+                _ => {
+                    self.multiply(v, tiles, at, strip, first, None);
+                    self.multiply(v, tiles, self.n + at, strip, second, Some(first));
                 }
             }
-            self.write(v, tiles, sums, size);
         }
         SCRATCH.set((strip, sums));
     }
 }
 
 impl<O: Lane> Unit<'_, O> {
+    /// The sums of the weight rows from `first` on, `[strips of them, strips of x]`; and all that becomes of them, if these are the last:
+    /// then with those of the first half of the weights, if there are two.
     #[inline(always)]
-    fn few(&self, tiles: Tiles, w: Rows<'_, bf16>, first: usize, strip: &mut [bf16], sums: &mut [f32]) {
+    fn multiply(
+        &mut self,
+        v: Avx512,
+        tiles: Tiles,
+        first: usize,
+        strip: &mut [bf16],
+        sums: &mut [[f32; SUMS]],
+        others: Option<&[[f32; SUMS]]>,
+    ) {
+        match self.w {
+            _ if self.k == 0 => sums.fill([0.0; SUMS]),
+            Weights::Rows(w) if self.few => self.few(tiles, w, first, strip, sums),
+            Weights::Strips(w) if self.few => self.few_packed(tiles, w, first, sums),
+            Weights::Rows(w) => return self.many(v, tiles, w, first, strip, sums, others),
+            Weights::Strips(w) => return self.many_packed(v, tiles, w, first, sums, others),
+        }
+        if let Some(others) = others {
+            for at in 0..sums.len() {
+                self.write(v, tiles, sums, others, at);
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn few(&self, tiles: Tiles, w: Rows<'_, bf16>, first: usize, strip: &mut [bf16], sums: &mut [[f32; SUMS]]) {
         let width = self.out.row_len();
         let (whole, steps) = (self.k / STEP, self.k.div_ceil(STEP));
-        for (j, sums) in sums.as_chunks_mut::<SUMS>().0.iter_mut().enumerate() {
+        for (j, sums) in sums.iter_mut().enumerate() {
             let mut done = 0;
             if (j + 1) * STRIP <= width
                 && let Some((data, stride)) = w.stretch(first + j * STRIP, STRIP)
@@ -284,11 +315,21 @@ impl<O: Lane> Unit<'_, O> {
         }
     }
 
+    #[expect(clippy::too_many_arguments, reason = "one call site")]
     #[inline(always)]
-    fn many(&self, v: Avx512, tiles: Tiles, w: Rows<'_, bf16>, first: usize, strip: &mut [bf16], sums: &mut [f32]) {
-        let (steps, depth) = (self.k.div_ceil(STEP), self.sizes.depth / STEP);
+    fn many(
+        &mut self,
+        v: Avx512,
+        tiles: Tiles,
+        w: Rows<'_, bf16>,
+        first: usize,
+        strip: &mut [bf16],
+        sums: &mut [[f32; SUMS]],
+        others: Option<&[[f32; SUMS]]>,
+    ) {
+        let (steps, depth, all_x) = (self.k.div_ceil(STEP), self.sizes.depth / STEP, self.x);
         let (strips, width) = (self.out.range().len().div_ceil(STRIP), self.out.row_len());
-        let (widths, sums) = (width.div_ceil(STRIP), sums.as_chunks_mut::<SUMS>().0);
+        let widths = width.div_ceil(STRIP);
         // Weight rows to copy, and to ask for, per product, so that they are there when their strip comes.
         let each = STRIP.div_ceil(strips);
         let (mut strip, mut other) = strip.split_at_mut(2 * depth * TILE);
@@ -311,29 +352,38 @@ impl<O: Lane> Unit<'_, O> {
                 }
                 let at = j * strips + i;
                 let (before, rest) = sums.split_at_mut(at);
-                let x = &self.x[(from * strips + i * n) * 2 * TILE..];
+                let x = &all_x[(from * strips + i * n) * 2 * TILE..];
                 // All of the next stretch of `x` against the first eight strips of this one.
                 let next = (from + n) * strips * 2 * TILE + at * n * (TILE / 4);
                 let ahead = Ahead {
                     sums: rest.get(1).map_or(&[], |sums| sums),
                     rows: [0, 1].map(|r| self.stretch(w, first, turn + 2, rows.start + r)),
-                    x: if at < 8 * strips && next < self.x.len() { &self.x[next..] } else { x },
+                    x: if at < 8 * strips && next < all_x.len() { &all_x[next..] } else { x },
                 };
                 let last = before.last_mut().unwrap_or(&mut unused);
                 tiles.begin_bf16(strip, x, n, (from > 0).then_some(&rest[0]), last, &ahead);
+                if let Some(others) = others
+                    && from + n == steps
+                    && at > 0
+                {
+                    self.write(v, tiles, sums, others, at - 1);
+                }
             }
             if j + 1 == widths {
-                tiles.end(&mut sums[turn % widths * strips + strips - 1]);
+                tiles.end(&mut sums[j * strips + strips - 1]);
             }
             std::mem::swap(&mut strip, &mut other);
+        }
+        if let Some(others) = others {
+            self.write(v, tiles, sums, others, sums.len() - 1);
         }
     }
 
     #[inline(always)]
-    fn few_packed(&self, tiles: Tiles, w: &Strips, first: usize, sums: &mut [f32]) {
+    fn few_packed(&self, tiles: Tiles, w: &Strips, first: usize, sums: &mut [[f32; SUMS]]) {
         let (strips, steps) = (&w.data()[first / STRIP * strip_len(self.k)..], self.k.div_ceil(STEP));
         let strips = strips.chunks_exact(strip_len(self.k));
-        for (strip, sums) in strips.zip(sums.as_chunks_mut::<SUMS>().0) {
+        for (strip, sums) in strips.zip(sums) {
             if self.out.range().len() > 16 {
                 tiles.product_strip::<2>(strip, self.right(0), steps, sums);
             } else {
@@ -344,9 +394,17 @@ impl<O: Lane> Unit<'_, O> {
 
     /// As [`Self::many`], without copies.
     #[inline(always)]
-    fn many_packed(&self, v: Avx512, tiles: Tiles, w: &Strips, first: usize, sums: &mut [f32]) {
-        let (steps, depth) = (self.k.div_ceil(STEP), self.sizes.depth / STEP);
-        let (strips, sums) = (self.out.range().len().div_ceil(STRIP), sums.as_chunks_mut::<SUMS>().0);
+    fn many_packed(
+        &mut self,
+        v: Avx512,
+        tiles: Tiles,
+        w: &Strips,
+        first: usize,
+        sums: &mut [[f32; SUMS]],
+        others: Option<&[[f32; SUMS]]>,
+    ) {
+        let (steps, depth, all_x) = (self.k.div_ceil(STEP), self.sizes.depth / STEP, self.x);
+        let strips = self.out.range().len().div_ceil(STRIP);
         let (all, widths) = (&w.data()[first / STRIP * strip_len(self.k)..], self.out.row_len().div_ceil(STRIP));
         // What a turn takes of its strip; nothing after the last.
         let stretch = |turn: usize| {
@@ -368,19 +426,28 @@ impl<O: Lane> Unit<'_, O> {
                 }
                 let at = j * strips + i;
                 let (before, rest) = sums.split_at_mut(at);
-                let x = &self.x[(from * strips + i * n) * 2 * TILE..];
+                let x = &all_x[(from * strips + i * n) * 2 * TILE..];
                 let next = (from + n) * strips * 2 * TILE + at * n * (TILE / 4);
                 let ahead = Ahead {
                     sums: rest.get(1).map_or(&[], |sums| sums),
                     rows: [share, share.get(n * LINE..).unwrap_or_default()],
-                    x: if at < 8 * strips && next < self.x.len() { &self.x[next..] } else { x },
+                    x: if at < 8 * strips && next < all_x.len() { &all_x[next..] } else { x },
                 };
                 let last = before.last_mut().unwrap_or(&mut unused);
                 tiles.begin_bf16(strip, x, n, (from > 0).then_some(&rest[0]), last, &ahead);
+                if let Some(others) = others
+                    && from + n == steps
+                    && at > 0
+                {
+                    self.write(v, tiles, sums, others, at - 1);
+                }
             }
             if j + 1 == widths {
                 tiles.end(&mut sums[j * strips + strips - 1]);
             }
+        }
+        if let Some(others) = others {
+            self.write(v, tiles, sums, others, sums.len() - 1);
         }
     }
 
@@ -405,24 +472,36 @@ impl<O: Lane> Unit<'_, O> {
         &w.row(first + row)[from..self.k.min(from + depth)]
     }
 
-    /// Turns the sums, `size` of them per weight row of a column, and writes them.
+    /// Turns a block of sums, with that of the first half of the weights if there is one, and writes it: beside the tiles of the block
+    /// after it. When all were written at the end of a unit, they came from the second-level cache, and half a line of the output at
+    /// a time went to sixteen rows, which often lie on the same few lines of the first.
     #[inline(always)]
-    fn write(mut self, v: Avx512, tiles: Tiles, sums: &[f32], size: usize) {
-        let (range, width) = (self.out.range(), self.out.row_len());
+    fn write(&mut self, v: Avx512, tiles: Tiles, sums: &[[f32; SUMS]], others: &[[f32; SUMS]], at: usize) {
+        let (range, width, then) = (self.out.range(), self.out.row_len(), self.then);
         let strips = range.len().div_ceil(STRIP);
-        let mut turned = [[[0f32; 16]; 16]; 2];
-        for i in (0..range.len()).step_by(16) {
-            for j in (0..width).step_by(16) {
-                let block = (j / STRIP * strips + i / STRIP) * SUMS + j % STRIP * STRIP + i % STRIP;
-                for (sums, turned) in sums.chunks_exact(size).zip(&mut turned) {
-                    tiles.turn(&sums[block..], STRIP, turned);
+        // Rows and columns of a block.
+        let block = |at: usize| {
+            let (first, column) = (range.start + at % strips * STRIP, at / strips * STRIP);
+            (first..range.end.min(first + STRIP), column..width.min(column + STRIP))
+        };
+        if at + 1 < sums.len() {
+            let (rows, columns) = block(at + 1);
+            self.out.some(rows).for_each(|row| prefetch_far(&row[columns.clone()]));
+        }
+        let (rows, columns) = block(at);
+        let mut turned = [[[[0f32; 16]; 16]; 2]; 2];
+        for half in 0..rows.len().div_ceil(16) {
+            let sums = [others.get(at).unwrap_or(&sums[at]), &sums[at]];
+            for (sums, turned) in sums.into_iter().zip(&mut turned).take(then.rows()) {
+                for (sums, turned) in sums.chunks_exact(16 * STRIP).zip(turned) {
+                    tiles.turn(&sums[16 * half..], STRIP, turned);
                 }
-                let columns = j..width.min(j + 16);
-                let [first, second] = &turned;
-                for (r, (sums, second)) in first.iter().zip(second).enumerate().take(range.len() - i) {
-                    let (sums, second) = (&sums[..columns.len()], &second[..columns.len()]);
-                    let out = &mut self.out.row(range.start + i + r)[columns.clone()];
-                    self.then.write(v, self.first + j, sums, second, out);
+            }
+            let first = rows.start + 16 * half;
+            for (r, out) in self.out.some(first..rows.end.min(first + 16)).enumerate() {
+                for (c, out) in out[columns.clone()].chunks_mut(16).enumerate() {
+                    let [sums, second] = [0, 1].map(|i| &turned[i][c][r][..out.len()]);
+                    then.write(v, self.first + columns.start + 16 * c, sums, second, out);
                 }
             }
         }

@@ -154,15 +154,25 @@ impl Packed {
         &self.data.as_slice::<u8>().expect("bytes")[p * bytes..][..bytes]
     }
 
+    /// The bytes of cell `s` of a panel.
+    #[inline(always)]
+    pub(super) fn bytes_of<'a>(&self, panel: &'a [u8], s: usize) -> &'a [u8] {
+        &panel[s * cell_bytes(self.form, SUPER / GROUP)..][..cell_bytes(self.form, self.groups(s))]
+    }
+
     /// Cell `s` of a panel.
     #[inline(always)]
     pub(super) fn cell<'a>(&self, panel: &'a [u8], s: usize) -> Cell<'a> {
-        let groups = ((self.k - s * SUPER) / GROUP).min(SUPER / GROUP);
-        let [codes, scales, _] = parts(self.form);
-        let cell = &panel[s * cell_bytes(self.form, SUPER / GROUP)..][..cell_bytes(self.form, groups)];
-        let (codes, rest) = cell.split_at(groups * codes);
+        let (groups, [codes, scales, _]) = (self.groups(s), parts(self.form));
+        let (codes, rest) = self.bytes_of(panel, s).split_at(groups * codes);
         let (scales, shared) = rest.split_at(groups * scales);
         Cell { groups, codes, scales, shared }
+    }
+
+    /// Groups of cell `s`.
+    #[inline(always)]
+    fn groups(&self, s: usize) -> usize {
+        ((self.k - s * SUPER) / GROUP).min(SUPER / GROUP)
     }
 }
 

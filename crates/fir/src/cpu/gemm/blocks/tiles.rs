@@ -19,7 +19,7 @@ use std::ops::Range;
 use super::kernel::{AHEAD, Codes, Scales};
 use super::pack::{Cell, LANES, Packed, SUPER};
 use super::{Line, MANY as ROWS, NEAR, Strip, Taken, centre};
-use crate::cpu::arch::{Amx, Avx512, Left, Right, TileKernel, Tiles, prefetch_ahead};
+use crate::cpu::arch::{Amx, Avx512, Left, Right, TileKernel, Tiles, prefetch_ahead, prefetch_far};
 use crate::cpu::integers::Integers;
 
 /// Panels against which all rows are multiplied in turn: 16 KB of tiles, in the first-level cache beside the rows' 8 KB
@@ -61,6 +61,7 @@ pub(super) fn run<V: Integers, C: Codes, S: Scales>(
     let cell = Cell { groups: 0, codes: &[], scales: &[], shared: &[] };
     let (right, minima) = (Aligned([0; 8 * TILE]), Aligned([[0; LANES]; 16]));
     let mut prepared = [Prepared { cell, first: true, right, minima }; AT_ONCE];
+    let panels = sums.len() / (rows * LANES);
     let (strips, turn) = (rows.div_ceil(ROWS), AT_ONCE * rows * LANES);
     let (cells, turns) = (w.k().div_ceil(SUPER), sums.len().div_ceil(turn));
     // Weights in their order, as long as the activations of all cells are near; else those of a cell are.
@@ -74,7 +75,23 @@ pub(super) fn run<V: Integers, C: Codes, S: Scales>(
             (out.cell, out.first) = (w.cell(w.panel(first + t * AT_ONCE + p), s), s == 0);
             prepare::<V, C, S>(v, centre(w.format()), out, !by_cell);
         }
-        amx.run(Multiply { v, acts, rows, prepared, sums, offset: centre(w.format()), of: PhantomData::<(C, S)> });
+        let mut coming: [&[u8]; AT_ONCE] = [&[]; AT_ONCE];
+        if by_cell && i + 1 < turns * cells {
+            let (s, t) = ((i + 1) / turns, (i + 1) % turns);
+            for (coming, p) in coming.iter_mut().zip(t * AT_ONCE..panels) {
+                *coming = w.bytes_of(w.panel(first + p), s);
+            }
+        }
+        amx.run(Multiply {
+            v,
+            acts,
+            rows,
+            prepared,
+            sums,
+            coming,
+            offset: centre(w.format()),
+            of: PhantomData::<(C, S)>,
+        });
     }
 }
 
@@ -120,6 +137,8 @@ struct Multiply<'a, V: Integers, C, S> {
     rows: usize,
     prepared: &'a [Prepared<'a>],
     sums: &'a mut [f32],
+    /// Cells of the next turn, which lie apart: asked for on the way. 512 rows of Q4_K and Q4_0 were 1.03 times as fast.
+    coming: [&'a [u8]; AT_ONCE],
     offset: i32,
     of: PhantomData<(C, S)>,
 }
@@ -128,12 +147,17 @@ impl<V: Integers, C: Codes, S: Scales> TileKernel for Multiply<'_, V, C, S> {
     type Out = ();
     #[inline(always)]
     fn run(self, _: Avx512, tiles: Tiles) {
-        let Self { v, acts, rows, prepared, sums, offset, .. } = self;
+        let Self { v, acts, rows, prepared, sums, offset, coming, .. } = self;
+
         let own = |r: usize| ROWS.min(rows - r * ROWS);
         let mut product = Aligned([0i32; SUMS]);
         let mut minima = Aligned([0f32; ROWS * LANES]);
         let mut last: Option<(usize, usize)> = None;
         for (r, strip) in acts.iter().enumerate() {
+            for cell in coming {
+                let each = cell.len().div_ceil(acts.len()).next_multiple_of(64);
+                prefetch_far(&cell[cell.len().min(r * each)..cell.len().min((r + 1) * each)]);
+            }
             for (p, cell) in prepared.iter().enumerate() {
                 // Groups beyond the last: activations are zeros.
                 let steps = cell.cell.groups.div_ceil(2);

@@ -294,16 +294,16 @@ impl<W: Lane, O: Lane> Unit<'_, W, O> {
                 if one {
                     tiles.begin_one(left, right.data, &mut part.0)
                 } else {
-                    tiles.begin(left, right, &mut part.0, None, 0)
+                    tiles.begin::<false>(left, right, &mut part.0, None, 0)
                 }
                 done = begun.replace(from);
             } else if one {
                 tiles.step_one(left, right.data, 0);
             } else {
-                tiles.step(left, right, 0);
+                tiles.step::<false>(left, right, 0);
             }
             if from + 1 < steps {
-                if one { tiles.step_one(left, right.data, 1) } else { tiles.step(left, right, 1) }
+                if one { tiles.step_one(left, right.data, 1) } else { tiles.step::<false>(left, right, 1) }
             }
         }
         let Some(segment) = self.segment else { return tiles.end(sums) };
