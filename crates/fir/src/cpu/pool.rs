@@ -314,23 +314,11 @@ impl<'a, T: Element> RowsMut<'a, T> {
     /// # Panics
     /// If they are not in [`Self::range`].
     #[inline(always)]
-    pub(crate) fn some(&mut self, rows: Range<usize>) -> impl Iterator<Item = &mut [T]> {
+    pub(crate) fn some(&mut self, rows: Range<usize>) -> SomeRows<'_, 'a, T> {
         let Range { start, end } = self.range;
         assert!(start <= rows.start && rows.start <= rows.end && rows.end <= end, "rows {rows:?} of {start}..{end}");
-        let (mut outer, mut inner) = (rows.start / self.inner.max(1), rows.start % self.inner.max(1));
-        rows.map(move |_| {
-            let at = outer * self.strides[0] + inner * self.strides[1];
-            inner += 1;
-            if inner == self.inner {
-                (outer, inner) = (outer + 1, 0);
-            }
-            if self.row == 0 {
-                return &mut [][..];
-            }
-            // SAFETY: as in `row_unchecked`; the rows are in this value's range, each comes once, and `&mut self` keeps other
-            // references to them away.
-            unsafe { std::slice::from_raw_parts_mut(self.start.add(at), self.row) }
-        })
+        let inner = self.inner.max(1);
+        SomeRows { left: rows.len(), at: [rows.start / inner, rows.start % inner], of: self }
     }
 
     /// # Safety
@@ -380,6 +368,31 @@ impl<'a, T: Element> RowsMut<'a, T> {
             .step_by(width.max(1))
             .map(|c| Self { start: start.wrapping_add(c), row: width.min(row - c), range: self.range.clone(), ..self })
             .collect()
+    }
+}
+
+/// What [`RowsMut::some`] gives.
+pub(crate) struct SomeRows<'b, 'a, T> {
+    of: &'b mut RowsMut<'a, T>,
+    /// Rows left, from this entry of the outer axis and row of it on.
+    left: usize,
+    at: [usize; 2],
+}
+
+impl<'b, T: Element> Iterator for SomeRows<'b, '_, T> {
+    type Item = &'b mut [T];
+    #[inline(always)]
+    fn next(&mut self) -> Option<&'b mut [T]> {
+        self.left = self.left.checked_sub(1)?;
+        let [outer, inner] = self.at;
+        let row = outer * self.of.strides[0] + inner * self.of.strides[1];
+        self.at = if inner + 1 == self.of.inner { [outer + 1, 0] } else { [outer, inner + 1] };
+        if self.of.row == 0 {
+            return Some(&mut []);
+        }
+        // SAFETY: as in `row_unchecked`; `some` saw that the rows are in range, each comes once, and the `&mut` to their owner keeps
+        // other references to them away.
+        Some(unsafe { std::slice::from_raw_parts_mut(self.of.start.add(row), self.of.row) })
     }
 }
 

@@ -61,6 +61,11 @@ pub(crate) fn prefetch_far<T>(x: &[T]) {
     let _ = x;
 }
 
+/// From the first byte of a cache line on: a vector of 64 bytes across two lines is two accesses, and arrays begin anywhere.
+#[derive(Clone, Copy)]
+#[repr(align(64))]
+pub(crate) struct Aligned<T>(pub(crate) T);
+
 /// Bytes of a cache line.
 const LINE: usize = 64;
 

@@ -14,7 +14,7 @@ use std::ops::Range;
 
 use super::tiles::{BLOCK, Buffers, Coming, Hull, RING, STEP, STRIP};
 use super::{Item, Launch, Operand, Registers, State, base, block_of, hooks, natural, row_ctx, see};
-use crate::cpu::arch::{Avx512, Right, TILE, Tiles};
+use crate::cpu::arch::{Aligned, Avx512, Right, TILE, Tiles};
 use crate::cpu::vector::Vector;
 use crate::variant::Visible;
 use crate::variant::row::Test;
@@ -60,7 +60,7 @@ pub(super) struct Pipe<'a, 'b, 'c> {
     /// What is added to the scores of the strip whose weights are taken, in base-2 units: minus its rows' maxima.
     offsets: [f32; STRIP],
     /// Sums of its rows' weights before they were rounded, as lanes.
-    lanes: [[f32; 16]; STRIP],
+    lanes: Aligned<[[f32; 16]; STRIP]>,
     /// Whether some of its rows have no maximum yet.
     begins: bool,
     coming: Coming,
@@ -80,7 +80,7 @@ impl<'a, 'b, 'c> Pipe<'a, 'b, 'c> {
         b: &'b mut Buffers<'c>,
     ) -> Self {
         let dq = launch.k.iter().map(Operand::dim).sum();
-        let (last, offsets, lanes) = ((RING - 1) * BLOCK, [0.0; STRIP], [[0.0; 16]; STRIP]);
+        let (last, offsets, lanes) = ((RING - 1) * BLOCK, [0.0; STRIP], Aligned([[0.0; 16]; STRIP]));
         Self { v, tiles, launch, item, head, kv_pos, dq, finite, b, last, offsets, lanes, begins: true, coming }
     }
 
@@ -243,7 +243,7 @@ impl<'a, 'b, 'c> Pipe<'a, 'b, 'c> {
             }
             again = 0;
             for (row, state) in states.iter_mut().enumerate() {
-                let sum = v.sum(v.load(&self.lanes[row]));
+                let sum = v.sum(v.load(&self.lanes.0[row]));
                 if sum > TOO_MUCH {
                     again |= 1 << row;
                 } else {
@@ -272,7 +272,7 @@ impl<'a, 'b, 'c> Pipe<'a, 'b, 'c> {
         // Arrays, so that the loop is free of checks: a row's own work is some 30 instructions.
         let s = self.b.sums[slot * BLOCK..][..BLOCK].as_chunks::<STEP>().0;
         let p = self.b.p[at..][..EIGHT * STEP].as_chunks_mut::<STEP>().0;
-        let (offsets, lanes) = (self.offsets.as_chunks::<EIGHT>().0, self.lanes.as_chunks_mut::<EIGHT>().0);
+        let (offsets, lanes) = (self.offsets.as_chunks::<EIGHT>().0, self.lanes.0.as_chunks_mut::<EIGHT>().0);
         let rows = s.as_chunks::<EIGHT>().0[rows].iter().zip(p).zip(offsets[rows]).zip(&mut lanes[rows]);
         for (((s, p), offset), lanes) in rows {
             let low = tiles.exp2(v.fma(v.load(s), factor, v.splat(offset)));
@@ -287,7 +287,7 @@ impl<'a, 'b, 'c> Pipe<'a, 'b, 'c> {
     fn begin_rows(&mut self, strip: &Strip, j: usize, slot: usize, regs: &mut Registers, states: &mut [State]) {
         let (v, base) = (self.v, base(self.launch));
         if j == strip.seen.start {
-            (self.offsets, self.lanes) = ([0.0; STRIP], [[0.0; 16]; STRIP]);
+            (self.offsets, self.lanes.0) = ([0.0; STRIP], [[0.0; 16]; STRIP]);
             for (offset, state) in self.offsets.iter_mut().zip(&*states) {
                 *offset = if state.m == f32::NEG_INFINITY { 0.0 } else { -state.m * base };
             }

@@ -20,9 +20,7 @@ use std::cell::Cell;
 
 use super::strips::{STEP, STRIP, Strips, copy, lines, strip_len};
 use super::{Epilogue, Product};
-use crate::cpu::arch::{
-    Ahead, Amx, Avx512, Left, Right, Sums, TILE, TileKernel, Tiles, aligned, prefetch_at, prefetch_far,
-};
+use crate::cpu::arch::{Ahead, Aligned, Amx, Avx512, Left, Right, Sums, TILE, TileKernel, Tiles, aligned, prefetch_at};
 use crate::cpu::exec::Cpu;
 use crate::cpu::pool::RowsMut;
 use crate::cpu::rows::Rows;
@@ -233,7 +231,7 @@ struct Unit<'a, O> {
 impl<O: Lane> TileKernel for Unit<'_, O> {
     type Out = ();
     #[inline(always)]
-    fn run(mut self, v: Avx512, tiles: Tiles) {
+    fn run(self, v: Avx512, tiles: Tiles) {
         let (mut strip, mut sums) = SCRATCH.take();
         let m = self.out.range().len();
         let (strips, widths) = (m.div_ceil(STRIP), self.out.row_len().div_ceil(STRIP));
@@ -242,52 +240,29 @@ impl<O: Lane> TileKernel for Unit<'_, O> {
             let strip = aligned(&mut strip, 2 * STRIP * self.sizes.depth);
             let size = widths * strips * SUMS;
             let sums = aligned(&mut sums, self.then.rows() * size);
-            let (first, second) = sums.as_chunks_mut::<SUMS>().0.split_at_mut(widths * strips);
-            let at = self.first;
-            match second {
-                [] => self.multiply(v, tiles, at, strip, first, Some(&[])),
-                _ => {
-                    self.multiply(v, tiles, at, strip, first, None);
-                    self.multiply(v, tiles, self.n + at, strip, second, Some(first));
+            for (half, sums) in sums.chunks_exact_mut(size).enumerate() {
+                let first = half * self.n + self.first;
+                let few = self.few;
+                match self.w {
+                    _ if self.k == 0 => sums.fill(0.0),
+                    Weights::Rows(w) if few => self.few(tiles, w, first, strip, sums),
+                    Weights::Rows(w) => self.many(v, tiles, w, first, strip, sums),
+                    Weights::Strips(w) if few => self.few_packed(tiles, w, first, sums),
+                    Weights::Strips(w) => self.many_packed(v, tiles, w, first, sums),
                 }
             }
+            self.write(v, tiles, sums, size);
         }
         SCRATCH.set((strip, sums));
     }
 }
 
 impl<O: Lane> Unit<'_, O> {
-    /// The sums of the weight rows from `first` on, `[strips of them, strips of x]`; and all that becomes of them, if these are the last:
-    /// then with those of the first half of the weights, if there are two.
     #[inline(always)]
-    fn multiply(
-        &mut self,
-        v: Avx512,
-        tiles: Tiles,
-        first: usize,
-        strip: &mut [bf16],
-        sums: &mut [[f32; SUMS]],
-        others: Option<&[[f32; SUMS]]>,
-    ) {
-        match self.w {
-            _ if self.k == 0 => sums.fill([0.0; SUMS]),
-            Weights::Rows(w) if self.few => self.few(tiles, w, first, strip, sums),
-            Weights::Strips(w) if self.few => self.few_packed(tiles, w, first, sums),
-            Weights::Rows(w) => return self.many(v, tiles, w, first, strip, sums, others),
-            Weights::Strips(w) => return self.many_packed(v, tiles, w, first, sums, others),
-        }
-        if let Some(others) = others {
-            for at in 0..sums.len() {
-                self.write(v, tiles, sums, others, at);
-            }
-        }
-    }
-
-    #[inline(always)]
-    fn few(&self, tiles: Tiles, w: Rows<'_, bf16>, first: usize, strip: &mut [bf16], sums: &mut [[f32; SUMS]]) {
+    fn few(&self, tiles: Tiles, w: Rows<'_, bf16>, first: usize, strip: &mut [bf16], sums: &mut [f32]) {
         let width = self.out.row_len();
         let (whole, steps) = (self.k / STEP, self.k.div_ceil(STEP));
-        for (j, sums) in sums.iter_mut().enumerate() {
+        for (j, sums) in sums.as_chunks_mut::<SUMS>().0.iter_mut().enumerate() {
             let mut done = 0;
             if (j + 1) * STRIP <= width
                 && let Some((data, stride)) = w.stretch(first + j * STRIP, STRIP)
@@ -315,21 +290,11 @@ impl<O: Lane> Unit<'_, O> {
         }
     }
 
-    #[expect(clippy::too_many_arguments, reason = "one call site")]
     #[inline(always)]
-    fn many(
-        &mut self,
-        v: Avx512,
-        tiles: Tiles,
-        w: Rows<'_, bf16>,
-        first: usize,
-        strip: &mut [bf16],
-        sums: &mut [[f32; SUMS]],
-        others: Option<&[[f32; SUMS]]>,
-    ) {
-        let (steps, depth, all_x) = (self.k.div_ceil(STEP), self.sizes.depth / STEP, self.x);
+    fn many(&self, v: Avx512, tiles: Tiles, w: Rows<'_, bf16>, first: usize, strip: &mut [bf16], sums: &mut [f32]) {
+        let (steps, depth) = (self.k.div_ceil(STEP), self.sizes.depth / STEP);
         let (strips, width) = (self.out.range().len().div_ceil(STRIP), self.out.row_len());
-        let widths = width.div_ceil(STRIP);
+        let (widths, sums) = (width.div_ceil(STRIP), sums.as_chunks_mut::<SUMS>().0);
         // Weight rows to copy, and to ask for, per product, so that they are there when their strip comes.
         let each = STRIP.div_ceil(strips);
         let (mut strip, mut other) = strip.split_at_mut(2 * depth * TILE);
@@ -352,38 +317,30 @@ impl<O: Lane> Unit<'_, O> {
                 }
                 let at = j * strips + i;
                 let (before, rest) = sums.split_at_mut(at);
-                let x = &all_x[(from * strips + i * n) * 2 * TILE..];
+                let x = &self.x[(from * strips + i * n) * 2 * TILE..];
                 // All of the next stretch of `x` against the first eight strips of this one.
                 let next = (from + n) * strips * 2 * TILE + at * n * (TILE / 4);
+                let later = |r: usize| self.stretch(w, first, turn + 2, r);
                 let ahead = Ahead {
                     sums: rest.get(1).map_or(&[], |sums| sums),
-                    rows: [0, 1].map(|r| self.stretch(w, first, turn + 2, rows.start + r)),
-                    x: if at < 8 * strips && next < all_x.len() { &all_x[next..] } else { x },
+                    rows: [later(rows.start), later(rows.start + 1)],
+                    x: if at < 8 * strips && next < self.x.len() { &self.x[next..] } else { x },
                 };
                 let last = before.last_mut().unwrap_or(&mut unused);
                 tiles.begin_bf16(strip, x, n, (from > 0).then_some(&rest[0]), last, &ahead);
-                if let Some(others) = others
-                    && from + n == steps
-                    && at > 0
-                {
-                    self.write(v, tiles, sums, others, at - 1);
-                }
             }
             if j + 1 == widths {
-                tiles.end(&mut sums[j * strips + strips - 1]);
+                tiles.end(&mut sums[turn % widths * strips + strips - 1]);
             }
             std::mem::swap(&mut strip, &mut other);
-        }
-        if let Some(others) = others {
-            self.write(v, tiles, sums, others, sums.len() - 1);
         }
     }
 
     #[inline(always)]
-    fn few_packed(&self, tiles: Tiles, w: &Strips, first: usize, sums: &mut [[f32; SUMS]]) {
+    fn few_packed(&self, tiles: Tiles, w: &Strips, first: usize, sums: &mut [f32]) {
         let (strips, steps) = (&w.data()[first / STRIP * strip_len(self.k)..], self.k.div_ceil(STEP));
         let strips = strips.chunks_exact(strip_len(self.k));
-        for (strip, sums) in strips.zip(sums) {
+        for (strip, sums) in strips.zip(sums.as_chunks_mut::<SUMS>().0) {
             if self.out.range().len() > 16 {
                 tiles.product_strip::<2>(strip, self.right(0), steps, sums);
             } else {
@@ -394,17 +351,9 @@ impl<O: Lane> Unit<'_, O> {
 
     /// As [`Self::many`], without copies.
     #[inline(always)]
-    fn many_packed(
-        &mut self,
-        v: Avx512,
-        tiles: Tiles,
-        w: &Strips,
-        first: usize,
-        sums: &mut [[f32; SUMS]],
-        others: Option<&[[f32; SUMS]]>,
-    ) {
-        let (steps, depth, all_x) = (self.k.div_ceil(STEP), self.sizes.depth / STEP, self.x);
-        let strips = self.out.range().len().div_ceil(STRIP);
+    fn many_packed(&self, v: Avx512, tiles: Tiles, w: &Strips, first: usize, sums: &mut [f32]) {
+        let (steps, depth) = (self.k.div_ceil(STEP), self.sizes.depth / STEP);
+        let (strips, sums) = (self.out.range().len().div_ceil(STRIP), sums.as_chunks_mut::<SUMS>().0);
         let (all, widths) = (&w.data()[first / STRIP * strip_len(self.k)..], self.out.row_len().div_ceil(STRIP));
         // What a turn takes of its strip; nothing after the last.
         let stretch = |turn: usize| {
@@ -426,28 +375,19 @@ impl<O: Lane> Unit<'_, O> {
                 }
                 let at = j * strips + i;
                 let (before, rest) = sums.split_at_mut(at);
-                let x = &all_x[(from * strips + i * n) * 2 * TILE..];
+                let x = &self.x[(from * strips + i * n) * 2 * TILE..];
                 let next = (from + n) * strips * 2 * TILE + at * n * (TILE / 4);
                 let ahead = Ahead {
                     sums: rest.get(1).map_or(&[], |sums| sums),
                     rows: [share, share.get(n * LINE..).unwrap_or_default()],
-                    x: if at < 8 * strips && next < all_x.len() { &all_x[next..] } else { x },
+                    x: if at < 8 * strips && next < self.x.len() { &self.x[next..] } else { x },
                 };
                 let last = before.last_mut().unwrap_or(&mut unused);
                 tiles.begin_bf16(strip, x, n, (from > 0).then_some(&rest[0]), last, &ahead);
-                if let Some(others) = others
-                    && from + n == steps
-                    && at > 0
-                {
-                    self.write(v, tiles, sums, others, at - 1);
-                }
             }
             if j + 1 == widths {
                 tiles.end(&mut sums[j * strips + strips - 1]);
             }
-        }
-        if let Some(others) = others {
-            self.write(v, tiles, sums, others, sums.len() - 1);
         }
     }
 
@@ -472,36 +412,35 @@ impl<O: Lane> Unit<'_, O> {
         &w.row(first + row)[from..self.k.min(from + depth)]
     }
 
-    /// Turns a block of sums, with that of the first half of the weights if there is one, and writes it: beside the tiles of the block
-    /// after it. When all were written at the end of a unit, they came from the second-level cache, and half a line of the output at
-    /// a time went to sixteen rows, which often lie on the same few lines of the first.
+    /// Turns the sums, `size` of them per weight row of a column, and writes them: whole lines of rows, which often lie a power of two
+    /// apart and so on the same few lines of the first-level cache.
     #[inline(always)]
-    fn write(&mut self, v: Avx512, tiles: Tiles, sums: &[[f32; SUMS]], others: &[[f32; SUMS]], at: usize) {
-        let (range, width, then) = (self.out.range(), self.out.row_len(), self.then);
+    fn write(mut self, v: Avx512, tiles: Tiles, sums: &[f32], size: usize) {
+        let (range, width) = (self.out.range(), self.out.row_len());
         let strips = range.len().div_ceil(STRIP);
-        // Rows and columns of a block.
-        let block = |at: usize| {
-            let (first, column) = (range.start + at % strips * STRIP, at / strips * STRIP);
-            (first..range.end.min(first + STRIP), column..width.min(column + STRIP))
-        };
-        if at + 1 < sums.len() {
-            let (rows, columns) = block(at + 1);
-            self.out.some(rows).for_each(|row| prefetch_far(&row[columns.clone()]));
-        }
-        let (rows, columns) = block(at);
-        let mut turned = [[[[0f32; 16]; 16]; 2]; 2];
-        for half in 0..rows.len().div_ceil(16) {
-            let sums = [others.get(at).unwrap_or(&sums[at]), &sums[at]];
-            for (sums, turned) in sums.into_iter().zip(&mut turned).take(then.rows()) {
-                for (sums, turned) in sums.chunks_exact(16 * STRIP).zip(turned) {
-                    tiles.turn(&sums[16 * half..], STRIP, turned);
+        let mut turned = Aligned([[[[0f32; 16]; 16]; 2]; 2]);
+        for i in (0..range.len()).step_by(16) {
+            let rows = range.start + i..range.end.min(range.start + i + 16);
+            for j in (0..width).step_by(STRIP) {
+                let block = (j / STRIP * strips + i / STRIP) * SUMS + i % STRIP;
+                for (sums, turned) in sums.chunks_exact(size).zip(&mut turned.0) {
+                    // The next block of these rows.
+                    let next = sums.get(block + strips * SUMS..).unwrap_or_default();
+                    for row in next.chunks(STRIP).take(STRIP) {
+                        prefetch_at(row.as_ptr(), 16);
+                    }
+                    for (c, turned) in turned.iter_mut().enumerate() {
+                        tiles.turn(&sums[block + 16 * STRIP * c..], STRIP, turned);
+                    }
                 }
-            }
-            let first = rows.start + 16 * half;
-            for (r, out) in self.out.some(first..rows.end.min(first + 16)).enumerate() {
-                for (c, out) in out[columns.clone()].chunks_mut(16).enumerate() {
-                    let [sums, second] = [0, 1].map(|i| &turned[i][c][r][..out.len()]);
-                    then.write(v, self.first + columns.start + 16 * c, sums, second, out);
+                let columns = j..width.min(j + STRIP);
+                let mut out = self.out.some(rows.clone());
+                for r in 0..rows.len() {
+                    let out = &mut out.next().expect("as many rows")[columns.clone()];
+                    for (c, out) in out.chunks_mut(16).enumerate() {
+                        let (sums, second) = (&turned.0[0][c][r][..out.len()], &turned.0[1][c][r][..out.len()]);
+                        self.then.write(v, self.first + j + 16 * c, sums, second, out);
+                    }
                 }
             }
         }

@@ -6,7 +6,7 @@ use super::pack::{Cell, LANES, Packed, SUPER};
 use super::{Activations, Acts, FEW, Line, MANY, PANELS, SEVERAL, STEPPED, TILED, Taken, centre};
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::arch::Amx;
-use crate::cpu::arch::prefetch_ahead;
+use crate::cpu::arch::{Aligned, prefetch_ahead};
 use crate::cpu::exec::Cpu;
 use crate::cpu::integers::{IntKernel, Integers};
 use crate::tensor::{BlockFormat, IQ4_VALUES};
@@ -247,7 +247,7 @@ impl<C: Codes, S: Scales> IntKernel for Product<'_, C, S> {
             }
             return;
         }
-        let mut plain = [Unpacked([0; 4 * LANES * SUPER / 4]); PANELS];
+        let mut plain = [Aligned([0u8; 4 * LANES * SUPER / 4]); PANELS];
         for (turn, sums) in sums.chunks_mut(PANELS * rows * LANES).enumerate() {
             let first = first + turn * PANELS;
             for (s, acts) in acts.chunks_exact(rows).enumerate() {
@@ -284,11 +284,6 @@ fn anew<V: Integers>() -> usize {
         _ => FEW,
     }
 }
-
-/// A cell's codes, a byte each, in whole lines of the cache.
-#[derive(Clone, Copy)]
-#[repr(align(64))]
-struct Unpacked([u8; 4 * LANES * SUPER / 4]);
 
 /// Bytes ahead of the group in use that few rows ask the memory for. Cells are short, so the caches' own prefetchers, which
 /// follow one stream, start anew for the codes and the scales of each: over 40 % of the time went into waiting for these.

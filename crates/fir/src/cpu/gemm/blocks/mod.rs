@@ -24,6 +24,7 @@ use bytemuck::{Pod, Zeroable};
 pub(crate) use pack::Packed;
 use pack::{GROUP, LANES, SUPER};
 
+use crate::cpu::arch::{Aligned, prefetch_far};
 use crate::cpu::exec::Cpu;
 use crate::cpu::integers::PITCH;
 use crate::cpu::pool::RowsMut;
@@ -303,16 +304,21 @@ impl<X: Lane, T: Quantized> Kernel for Quantize<'_, X, T> {
     type Out = ();
     #[inline(always)]
     fn run<V: Vector>(mut self, v: V) {
-        let (mut wide, mut acts) = ([0f32; SUPER], Activations::zeroed());
+        let (mut wide, mut acts) = (Aligned([0f32; SUPER]), Activations::zeroed());
         for i in 0..self.out.len() * T::ROWS {
             let to = &mut self.out[i / T::ROWS];
             let Some(r) = self.rows.next() else {
                 to.put(i % T::ROWS, &Activations::zeroed());
                 continue;
             };
+            // What comes lies a row apart, where no prefetcher looks for it.
+            if let Some(next) = self.rows.clone().nth(1) {
+                let ahead = &self.x.row(next)[self.s * SUPER..];
+                prefetch_far(&ahead[..ahead.len().min(SUPER)]);
+            }
             let row = &self.x.row(r)[self.s * SUPER..];
-            widen(v, &row[..row.len().min(SUPER)], &mut wide);
-            quantize(v, &mut wide, self.format, &mut acts);
+            widen(v, &row[..row.len().min(SUPER)], &mut wide.0);
+            quantize(v, &mut wide.0, self.format, &mut acts);
             for sum in acts.sums.iter_mut().take(if self.pairs { 16 } else { 0 }) {
                 // Up to 12 bits: the first eight, and the rest.
                 let (whole, upper) = (f32::from_bits(*sum as u32), *sum as u32 & 0xffff_0000);

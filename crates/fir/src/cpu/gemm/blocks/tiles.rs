@@ -19,7 +19,7 @@ use std::ops::Range;
 use super::kernel::{AHEAD, Codes, Scales};
 use super::pack::{Cell, LANES, Packed, SUPER};
 use super::{Line, MANY as ROWS, NEAR, Strip, Taken, centre};
-use crate::cpu::arch::{Amx, Avx512, Left, Right, TileKernel, Tiles, prefetch_ahead, prefetch_far};
+use crate::cpu::arch::{Aligned, Amx, Avx512, Left, Right, TileKernel, Tiles, prefetch_ahead, prefetch_far};
 use crate::cpu::integers::Integers;
 
 /// Panels against which all rows are multiplied in turn: 16 KB of tiles, in the first-level cache beside the rows' 8 KB
@@ -29,10 +29,6 @@ const AT_ONCE: usize = 2;
 const TILE: usize = 1024;
 /// Sums of a product: two tiles beside two.
 const SUMS: usize = ROWS * 2 * LANES;
-
-#[derive(Clone, Copy)]
-#[repr(align(64))]
-struct Aligned<T>(T);
 
 /// What is made of a cell for all rows.
 #[derive(Clone, Copy)]
@@ -112,10 +108,10 @@ fn prepare<V: Integers, C: Codes, S: Scales>(v: V, centre: i32, out: &mut Prepar
             base[sub] = v.add_pairs(scale[sub], of_code_0, v.splat(0));
         }
         for (sub, &min) in min.iter().enumerate().take(if S::MIN { S::SUBS } else { 0 }) {
-            let mut lanes = [0f32; LANES];
-            v.store(v.float(min), &mut lanes);
+            let mut lanes = Aligned([0f32; LANES]);
+            v.store(v.float(min), &mut lanes.0);
             // Six bits: the upper half of an f32 has them all.
-            for (pair, min) in out.minima.0[S::SUBS * g + sub].iter_mut().zip(lanes) {
+            for (pair, min) in out.minima.0[S::SUBS * g + sub].iter_mut().zip(lanes.0) {
                 *pair = min.to_bits() | min.to_bits() >> 16;
             }
         }

@@ -11,7 +11,7 @@ use std::cell::Cell;
 
 use super::exact::{STEP, convert, segment, widen};
 use super::{ScaledProduct, Scales};
-use crate::cpu::arch::{Amx, Avx512, Left, Right, Sums, TILE, TileKernel, Tiles, aligned};
+use crate::cpu::arch::{Aligned, Amx, Avx512, Left, Right, Sums, TILE, TileKernel, Tiles, aligned};
 use crate::cpu::exec::Cpu;
 use crate::cpu::pool::RowsMut;
 use crate::cpu::rows::{Rows, narrow};
@@ -119,10 +119,6 @@ fn turned_scales(op: &'static str, p: &ScaledProduct<'_>) -> Result<Vec<f32>> {
     }
     Ok(out)
 }
-
-/// The product of a strip, rows side by side.
-#[repr(align(64))]
-struct Part([f32; SUMS]);
 
 /// Scales of the rows of a unit, by segment.
 #[derive(Clone, Copy)]
@@ -267,7 +263,7 @@ impl<W: Lane, O: Lane> Unit<'_, W, O> {
             }
         }
         let one = self.out.range().len() <= 16;
-        let mut part = Part([0.0; SUMS]);
+        let mut part = Aligned([0.0; SUMS]);
         // The first step of the product under way, and of the one whose sums are to be added.
         let (mut begun, mut done) = (None, None);
         let (spaces, _) = space.as_chunks_mut::<{ 4 * TILE }>();
@@ -343,7 +339,7 @@ impl<W: Lane, O: Lane> Unit<'_, W, O> {
         range: std::ops::Range<usize>,
         sums: Sums<'_, f32>,
     ) {
-        let mut part = Part([0.0; SUMS]);
+        let mut part = Aligned([0.0; SUMS]);
         let mut at = range.start;
         while at < range.end {
             let s = at / segment;
@@ -365,7 +361,7 @@ impl<W: Lane, O: Lane> Unit<'_, W, O> {
         s: usize,
         segment: usize,
         scales: &[&[f32]; STRIP],
-        part: &Part,
+        part: &Aligned<[f32; SUMS]>,
         sums: Sums<'_, f32>,
     ) {
         let two = self.out.range().len() - i > 16;
@@ -391,12 +387,12 @@ impl<W: Lane, O: Lane> Unit<'_, W, O> {
         for (j, factor) in factors[..width].iter_mut().enumerate() {
             *factor = self.w_scales.whole(self.first + j);
         }
-        let mut turned = [[0f32; 16]; 16];
+        let mut turned = Aligned([[0f32; 16]; 16]);
         for i in (0..range.len()).step_by(16) {
             for j in (0..width).step_by(16) {
-                tiles.turn(&sums[j * stride + i..], stride, &mut turned);
+                tiles.turn(&sums[j * stride + i..], stride, &mut turned.0);
                 let (columns, w) = (j..width.min(j + 16), v.load(&factors[j..]));
-                for (r, row) in turned.iter_mut().enumerate().take(range.len() - i) {
+                for (r, row) in turned.0.iter_mut().enumerate().take(range.len() - i) {
                     let x = v.splat(self.x_scales.whole(range.start + i + r));
                     v.store(v.mul(v.mul(v.load(row), x), w), row);
                     narrow(v, &row[..columns.len()], &mut self.out.row(range.start + i + r)[columns.clone()]);
