@@ -824,7 +824,8 @@ mod tests {
             products_match_loops::<1, 2>(tiles);
             products_match_loops::<2, 1>(tiles);
             products_match_loops::<2, 2>(tiles);
-            packed_products_match_loops(tiles);
+            packed_products_match_loops::<false>(tiles);
+            packed_products_match_loops::<true>(tiles);
             streamed_products_match_loops(tiles);
             products_of_pairs_match_loops(tiles);
             for x in (-200..200).map(|i| i as f32 * 0.37).chain([f32::NEG_INFINITY, -1e30]) {
@@ -911,7 +912,7 @@ mod tests {
         }
     }
 
-    fn packed_products_match_loops(tiles: Tiles) {
+    fn packed_products_match_loops<const FAR: bool>(tiles: Tiles) {
         // Blocks: one to begin with, then one for each product.
         let (mut sums, mut want) = (vec![0f32; 4 * 1024], vec![0f32; 4 * 1024]);
         for (i, (sum, want)) in sums[..1024].iter_mut().zip(&mut want).enumerate() {
@@ -924,8 +925,8 @@ mod tests {
             let a: Vec<bf16> = (0..2 * stride).map(|i| bf16::from_f32((i % 13) as f32 - 6.0)).collect();
             let b: Vec<bf16> = (0..2 * stride).map(|i| bf16::from_f32((i % 11) as f32 - 5.0)).collect();
             let (left, right) = (Right { data: &a, stride }, Right { data: &b, stride });
-            tiles.begin(left, right, &mut sums, from, last);
-            (1..steps).for_each(|at| tiles.step(left, right, at));
+            tiles.begin::<FAR>(left, right, &mut sums, from, last);
+            (1..steps).for_each(|at| tiles.step::<FAR>(left, right, at));
             last = block * 1024;
             for (i, j) in (0..32).flat_map(|i| (0..32).map(move |j| (i, j))) {
                 let dot: f32 = (0..32 * steps)
