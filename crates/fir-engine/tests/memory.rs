@@ -66,9 +66,9 @@ fn a_step_allocates_only_what_it_gives_away_and_gives_back() {
     let per_step = |i: usize| (after[i] - before[i]) as f64 / 500.0;
     let grown = after[2] as i64 - before[2] as i64;
     println!("{} allocations of {} bytes a step; the largest {largest}; grown by {grown}", per_step(0), per_step(1));
-    // Buffers are there before the first step. What a step allocates is short lists. Of 326 with two layers about 25 are the
+    // Buffers are there before the first step. What a step allocates is short lists. Of 375 with two layers about 25 are the
     // engine's: eight texts that callers get, the list of sequences, and those of attention's plan. The others are the operators', of the parts into which
-    // they cut their work (40 KB), of attention's states (16 KB), of ranges that masks are proved on (66 of 36 bytes) and
+    // they cut their work, of attention's states (16 KB), of ranges that masks are proved on (66 of 36 bytes) and
     // of strides looked at (55 of 64 bytes). Sequences' own lists of tokens, pages and prefixes grow: by some bytes for
     // each token of eight answers.
     assert!(largest <= 16 << 10, "an allocation of {largest} bytes");

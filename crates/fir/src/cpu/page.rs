@@ -2,10 +2,11 @@
 //!
 //! Tokens come sorted by the slot they go to, so a part of them owns a range of slots that no other part writes.
 
+use super::arch::prefetch_to_write;
 use super::exec::Cpu;
 use super::pool::SlotsMut;
-use super::rope::{Tokens, divide};
-use super::rows::{parts_for, with_float8};
+use super::rope::{AHEAD, Tokens, Work, divide};
+use super::rows::with_float8;
 use super::vector::{Kernel, Lane, Vector};
 use crate::error::Result;
 use crate::kv::NVFP4_BLOCK;
@@ -28,10 +29,15 @@ pub(crate) struct Target<'a> {
 }
 
 /// Writes tokens to `moves`, which are sorted and name no slot twice.
-pub(crate) fn append(cpu: &Cpu, op: &'static str, tokens: Tokens<'_>, moves: &[Move], to: Target<'_>) -> Result<()> {
-    let Target { arg, data, block_scales, scale } = to;
-    let each = moves.len().div_ceil(parts_for(cpu, moves.len() * tokens.heads() * tokens.row_len())).max(1);
-    let moves: Vec<&[Move]> = moves.chunks(each).collect();
+pub(crate) fn append<'a>(
+    work: &mut Work<'a>,
+    op: &'static str,
+    tokens: Tokens<'a>,
+    moves: &'a [Move],
+    to: Target<'a>,
+) -> Result<()> {
+    let (Target { arg, data, block_scales, scale }, cpu) = (to, work.cpu);
+    let moves: Vec<&[Move]> = moves.chunks(work.each(moves.len())).collect();
     // A part owns the slots from its first to the next part's; the first also those before.
     let starts: Vec<usize> = std::iter::once(0).chain(moves.iter().skip(1).map(|m| m[0].slot)).collect();
     let total = data.shape()[0] * data.shape()[1];
@@ -39,17 +45,16 @@ pub(crate) fn append(cpu: &Cpu, op: &'static str, tokens: Tokens<'_>, moves: &[M
     if let Some(block_scales) = block_scales {
         let data = SlotsMut::<E2m1x2>::new(op, arg, data)?.cut(lens());
         let block_scales = SlotsMut::<E4m3>::new(op, arg, block_scales)?.cut(lens());
-        let parts = moves.iter().zip(data).zip(block_scales).collect();
-        cpu.pool().scatter(parts, |((moves, data), block_scales)| {
-            write(cpu, tokens, moves, Nvfp4 { data, block_scales, scale });
-        });
+        for (i, ((moves, data), block_scales)) in moves.into_iter().zip(data).zip(block_scales).enumerate() {
+            work.add(i, move || write(cpu, tokens, moves, Nvfp4 { data, block_scales, scale }));
+        }
         return Ok(());
     }
     with_float8!(op, arg, data.dtype(), D => {
         let data = SlotsMut::<D>::new(op, arg, data)?.cut(lens());
-        cpu.pool().scatter(moves.iter().zip(data).collect(), |(moves, data)| {
-            write(cpu, tokens, moves, Scaled { data, scale });
-        });
+        for (i, (moves, data)) in moves.into_iter().zip(data).enumerate() {
+            work.add(i, move || write(cpu, tokens, moves, Scaled { data, scale }));
+        }
         Ok(())
     })
 }
@@ -57,7 +62,15 @@ pub(crate) fn append(cpu: &Cpu, op: &'static str, tokens: Tokens<'_>, moves: &[M
 /// Writes `moves` to a part of the cache.
 fn write(cpu: &Cpu, tokens: Tokens<'_>, moves: &[Move], mut to: impl Sink) {
     let mut reader = tokens.reader();
-    for m in moves {
+    let ask = |m: &Move, to: &mut _| {
+        tokens.ask(m.token);
+        (0..tokens.heads()).for_each(|head| Sink::ask(to, m.slot, head));
+    };
+    moves.iter().take(AHEAD).for_each(|m| ask(m, &mut to));
+    for (i, m) in moves.iter().enumerate() {
+        if let Some(next) = moves.get(i + AHEAD) {
+            ask(next, &mut to);
+        }
         let x = reader.read(cpu, m.token);
         cpu.run(Write { x, heads: tokens.heads(), len: tokens.row_len(), slot: m.slot, to: &mut to });
     }
@@ -84,6 +97,8 @@ impl<T: Sink> Kernel for Write<'_, T> {
 
 /// What a row becomes in the cache.
 trait Sink {
+    /// Asks for the memory of a row.
+    fn ask(&mut self, slot: usize, head: usize);
     fn write<V: Vector>(&mut self, v: V, slot: usize, head: usize, x: &[f32]);
 }
 
@@ -94,6 +109,10 @@ struct Scaled<'a, D> {
 }
 
 impl<D: Lane> Sink for Scaled<'_, D> {
+    fn ask(&mut self, slot: usize, head: usize) {
+        prefetch_to_write(self.data.row(slot, head));
+    }
+
     #[inline(always)]
     fn write<V: Vector>(&mut self, v: V, slot: usize, head: usize, x: &[f32]) {
         divide(v, x, self.scale, self.data.row(slot, head));
@@ -108,6 +127,11 @@ struct Nvfp4<'a> {
 }
 
 impl Sink for Nvfp4<'_> {
+    fn ask(&mut self, slot: usize, head: usize) {
+        prefetch_to_write(self.data.row(slot, head));
+        prefetch_to_write(self.block_scales.row(slot, head));
+    }
+
     #[inline(always)]
     fn write<V: Vector>(&mut self, _: V, slot: usize, head: usize, x: &[f32]) {
         let (data, scales) = (self.data.row(slot, head), self.block_scales.row(slot, head));

@@ -99,6 +99,11 @@ impl Pool {
         self.threads.len() + 1
     }
 
+    /// Whether all its threads look out for the next call, as they do for some microseconds after one.
+    pub(crate) fn is_awake(&self) -> bool {
+        self.shared.asleep.load(Ordering::Relaxed) == 0
+    }
+
     /// Calls `work(0)` here, and `work(w)` on every thread `w` that joins meanwhile; returns when all have returned.
     ///
     /// `work` must take pieces of what is to do until none is left: nobody but the caller is sure to come. A panic of one
@@ -153,16 +158,31 @@ impl Pool {
             return;
         }
         let parts: Vec<Mutex<Option<P>>> = parts.into_iter().map(|p| Mutex::new(Some(p))).collect();
-        let next = AtomicUsize::new(0);
-        self.run(&|_| {
-            while let Some(part) = parts.get(next.fetch_add(1, Ordering::Relaxed)) {
-                if let Some(part) = part.lock().unwrap_or_else(PoisonError::into_inner).take() {
-                    work(part);
+        // Each worker goes through a stretch of its own, and then helps the others: what it reads and writes goes on where it was.
+        let (n, workers) = (parts.len(), self.workers());
+        let stretch = |w: usize| n * w / workers..n * (w + 1) / workers;
+        let next: Vec<Next> = (0..workers).map(|w| Next(AtomicUsize::new(stretch(w).start))).collect();
+        self.run(&|me| {
+            for w in (me..workers).chain(0..me) {
+                let (next, end) = (&next[w].0, stretch(w).end);
+                // Only looked at when it is done: to add would take its line from the others.
+                while next.load(Ordering::Relaxed) < end {
+                    let i = next.fetch_add(1, Ordering::Relaxed);
+                    if i >= end {
+                        break;
+                    }
+                    if let Some(part) = parts[i].lock().unwrap_or_else(PoisonError::into_inner).take() {
+                        work(part);
+                    }
                 }
             }
         });
     }
 }
+
+/// The next part of a stretch, on a line of its own.
+#[repr(align(64))]
+struct Next(AtomicUsize);
 
 impl Shared {
     fn serve(&self, worker: usize) {

@@ -5,6 +5,7 @@
 
 use std::ops::Range;
 
+use super::arch::prefetch_to_write;
 use super::exec::Cpu;
 use super::pool::RowsMut;
 use super::rows::{Rows, WideRows, for_parts, narrow, parts_for, widen, with_float, with_float8};
@@ -51,6 +52,7 @@ impl<'a> Angles<'a> {
 struct Turn {
     cos: Vec<f32>,
     sin: Vec<f32>,
+    /// For pairs of neighbours.
     wide: Vec<f32>,
     interleave: bool,
 }
@@ -58,7 +60,8 @@ struct Turn {
 impl Turn {
     fn new(angles: &Angles<'_>) -> Self {
         let n = angles.pairs();
-        Self { cos: vec![0.0; n], sin: vec![0.0; n], wide: vec![0.0; 2 * n], interleave: angles.interleave }
+        let wide = vec![0.0; if angles.interleave { 2 * n } else { 0 }];
+        Self { cos: vec![0.0; n], sin: vec![0.0; n], wide, interleave: angles.interleave }
     }
 
     /// Turns to `position`.
@@ -227,6 +230,16 @@ impl<'a> Tokens<'a> {
         self.head.row_len() + self.rest.map_or(0, |r| r.row_len())
     }
 
+    /// Asks for the rows of `token`.
+    pub(super) fn ask(&self, token: usize) {
+        for r in token * self.heads..(token + 1) * self.heads {
+            self.head.ask(r);
+            if let Some(rest) = &self.rest {
+                rest.ask(r);
+            }
+        }
+    }
+
     /// A reader of its rows.
     pub(super) fn reader(&self) -> Reader<'a> {
         let turn = self.turn.map(|(angles, _)| Turn::new(angles));
@@ -277,25 +290,75 @@ impl Kernel for Read<'_, '_> {
     }
 }
 
+/// Tokens that are asked for before they are read, and their slots before they are written.
+pub(super) const AHEAD: usize = 4;
+
+/// What an operator does with its streams of tokens, in pieces for whichever thread is free.
+pub(crate) struct Work<'a> {
+    pub(super) cpu: &'a Cpu,
+    /// Into how many pieces to cut a stream.
+    parts: usize,
+    /// With the number of the piece.
+    jobs: Vec<(usize, Box<dyn FnOnce() + Send + 'a>)>,
+}
+
+impl<'a> Work<'a> {
+    /// For streams of so many elements.
+    pub(crate) fn new(cpu: &'a Cpu, elements: &[usize]) -> Self {
+        let all = elements.iter().fold(0, |sum: usize, &n| sum.saturating_add(n));
+        let parts = if parts_for(cpu, all) == 1 { 1 } else { cpu.workers() };
+        Self { cpu, parts, jobs: Vec::with_capacity(parts * elements.len()) }
+    }
+
+    /// How many of `n` tokens are a piece.
+    pub(super) fn each(&self, n: usize) -> usize {
+        n.div_ceil(self.parts).max(1)
+    }
+
+    pub(super) fn add(&mut self, piece: usize, job: impl FnOnce() + Send + 'a) {
+        self.jobs.push((piece, Box::new(job)));
+    }
+
+    /// All of it, in one call of the pool.
+    pub(crate) fn run(mut self) {
+        if self.parts == 1 {
+            return self.jobs.into_iter().for_each(|(_, job)| job());
+        }
+        // A thread begins with the same piece of all streams: as much for one as for another.
+        self.jobs.sort_by_key(|job| job.0);
+        self.cpu.pool().scatter(self.jobs, |(_, job)| job());
+    }
+}
+
 /// `out = tokens / scale`, rounded; `out` is `[nnz, heads, dim]` or `[nnz, dim]`, of any float type but fp4.
-pub(crate) fn quantize(
-    cpu: &Cpu,
+pub(crate) fn quantize<'a>(
+    work: &mut Work<'a>,
     op: &'static str,
     arg: &'static str,
-    tokens: Tokens<'_>,
+    tokens: Tokens<'a>,
     scale: f32,
-    out: TensorMut<'_>,
+    out: TensorMut<'a>,
 ) -> Result<()> {
-    let (nnz, heads) = (out.shape()[0], tokens.heads);
+    let (nnz, heads, cpu) = (out.shape()[0], tokens.heads(), work.cpu);
     with_float8!(op, arg, out.dtype(), D => {
-        let ranges = token_parts(nnz, parts_for(cpu, nnz * heads * tokens.row_len()));
+        let ranges = token_parts(nnz, work.parts);
         let out = RowsMut::<D>::new(op, arg, out)?.cut(ranges.iter().map(|t| t.len() * heads));
-        cpu.pool().scatter(ranges.into_iter().zip(out).collect(), |(range, mut out)| {
-            let mut reader = tokens.reader();
-            for token in range {
-                cpu.run(Quantize { x: reader.read(cpu, token), token, heads, scale, out: &mut out });
-            }
-        });
+        for (i, (range, mut out)) in ranges.into_iter().zip(out).enumerate() {
+            work.add(i, move || {
+                let mut reader = tokens.reader();
+                let ask = |token: usize, out: &mut RowsMut<'_, D>| {
+                    tokens.ask(token);
+                    (token * heads..(token + 1) * heads).for_each(|r| prefetch_to_write(out.row(r)));
+                };
+                range.clone().take(AHEAD).for_each(|token| ask(token, &mut out));
+                for token in range.clone() {
+                    if token + AHEAD < range.end {
+                        ask(token + AHEAD, &mut out);
+                    }
+                    cpu.run(Quantize { x: reader.read(cpu, token), token, heads, scale, out: &mut out });
+                }
+            });
+        }
         Ok(())
     })
 }
@@ -325,6 +388,9 @@ impl<D: Lane> Kernel for Quantize<'_, '_, D> {
 #[inline(always)]
 pub(super) fn divide<V: Vector, D: Lane>(v: V, x: &[f32], scale: f32, out: &mut [D]) {
     assert_eq!(x.len(), out.len());
+    if scale == 1.0 {
+        return narrow(v, x, out);
+    }
     let full = x.len() / V::LANES * V::LANES;
     let mut i = 0;
     while i < full {

@@ -4,6 +4,7 @@ use std::borrow::Cow;
 
 use half::slice::HalfFloatSliceExt;
 
+use super::arch::prefetch_at;
 use super::exec::Cpu;
 use super::pool::RowsMut;
 use super::vector::{Lane, Vector};
@@ -175,9 +176,10 @@ pub(crate) fn for_parts<'a, T: Element>(cpu: &Cpu, out: RowsMut<'a, T>, work: im
 }
 
 /// Into how many parts to cut an operator over `elements`: one below 16k of them (microseconds of work, as waking
-/// the pool costs), else two per worker, so that a late worker costs half a part.
+/// the pool costs), or below 4k while it is awake; else two per worker, so that a late worker costs half a part.
 pub(crate) fn parts_for(cpu: &Cpu, elements: usize) -> usize {
-    if elements < 16 << 10 { 1 } else { 2 * cpu.workers() }
+    let few = if cpu.pool().is_awake() { 4 << 10 } else { 16 << 10 };
+    if elements < few { 1 } else { 2 * cpu.workers() }
 }
 
 /// Widens a row to f32; `out` may be longer, and the rest of it becomes zero.
@@ -261,6 +263,16 @@ impl<'a> WideRows<'a> {
             Self::F32(x) => x.row_len(),
             Self::F16(x) => x.row_len(),
             Self::BF16(x) => x.row_len(),
+        }
+    }
+
+    /// Asks for row `r`.
+    #[inline(always)]
+    pub(crate) fn ask(&self, r: usize) {
+        match self {
+            Self::F32(x) => prefetch_at(x.row(r).as_ptr(), x.row_len()),
+            Self::F16(x) => prefetch_at(x.row(r).as_ptr(), x.row_len()),
+            Self::BF16(x) => prefetch_at(x.row(r).as_ptr(), x.row_len()),
         }
     }
 

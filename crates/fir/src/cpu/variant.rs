@@ -136,51 +136,11 @@ pub(crate) fn output<V: Vector>(
     v.call(Apply { p, program, env: &env, start: 0, x: o, regs });
 }
 
-/// Transforms one query head's row in place; `pos` is its position.
-#[inline(always)]
-pub(crate) fn query<V: Vector>(
-    v: V,
-    p: &RowProgram,
-    bound: &Bound<'_>,
-    ctx: &RowCtx,
-    pos: i32,
-    x: &mut [f32],
-    regs: &mut Registers,
-) {
-    transform(v, p, &p.query, bound, ctx, pos, x, regs);
-}
-
-/// Transforms one key head's row in place. Of `ctx`, the request, `kv_len` and `kv_head` count.
-#[inline(always)]
-pub(crate) fn key<V: Vector>(
-    v: V,
-    p: &RowProgram,
-    bound: &Bound<'_>,
-    ctx: &RowCtx,
-    pos: i32,
-    x: &mut [f32],
-    regs: &mut Registers,
-) {
-    transform(v, p, &p.key, bound, ctx, pos, x, regs);
-}
-
-/// Transforms one value head's row in place; as [`key`].
-#[inline(always)]
-pub(crate) fn value<V: Vector>(
-    v: V,
-    p: &RowProgram,
-    bound: &Bound<'_>,
-    ctx: &RowCtx,
-    pos: i32,
-    x: &mut [f32],
-    regs: &mut Registers,
-) {
-    transform(v, p, &p.value, bound, ctx, pos, x, regs);
-}
-
+/// Does `t`, a hook of `p`, to a row of a query, key or value head in place; `pos` is its position. Of `ctx`, the request, `kv_len` and
+/// `kv_head` count for keys and values.
 #[inline(always)]
 #[expect(clippy::too_many_arguments, reason = "as `logits`")]
-fn transform<V: Vector>(
+pub(crate) fn transform<V: Vector>(
     v: V,
     p: &RowProgram,
     t: &RowTransform,

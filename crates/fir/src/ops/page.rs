@@ -7,7 +7,7 @@
 use super::rope::{check_integers, integers};
 use crate::cpu;
 use crate::cpu::page::{Move, Target};
-use crate::cpu::rope::Tokens;
+use crate::cpu::rope::{Tokens, Work};
 #[cfg(feature = "cuda")]
 use crate::cuda;
 use crate::error::{Error, Result};
@@ -180,9 +180,11 @@ fn append(
     match exec {
         Exec::Cpu(cpu) => {
             let moves = slots.moves(op, nnz, pages, page_size)?;
+            let mut work = Work::new(cpu, &from.each_ref().map(|(_, x)| x.layout().len()));
             for ((arg, x), to) in from.into_iter().zip(to) {
-                cpu::page::append(cpu, op, Tokens::plain(op, arg, x)?, &moves, to)?;
+                cpu::page::append(&mut work, op, Tokens::plain(op, arg, x)?, &moves, to)?;
             }
+            work.run();
             Ok(())
         }
         #[cfg(feature = "cuda")]

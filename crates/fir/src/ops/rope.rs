@@ -5,11 +5,11 @@
 
 use super::page::{Slots, bind_cache, bind_mla, check_last_axis, check_rows, mla_targets, targets};
 use crate::cpu;
-use crate::cpu::rope::Tokens;
+use crate::cpu::rope::{Tokens, Work};
 #[cfg(feature = "cuda")]
 use crate::cuda;
 use crate::error::{Error, Result};
-use crate::exec::{Cpu, Exec};
+use crate::exec::Exec;
 use crate::kv::{PagedKvMut, PagedMlaMut, Ragged};
 use crate::tensor::{DType, Dims, TensorMut, TensorRef};
 use crate::variant::{Rope, frequencies};
@@ -166,6 +166,13 @@ pub struct Roped<'a> {
     pub scale: f32,
 }
 
+impl Roped<'_> {
+    /// Elements to write.
+    fn elements(&self) -> usize {
+        self.rope.layout().len().saturating_add(self.nope.as_ref().map_or(0, |(x, _)| x.layout().len()))
+    }
+}
+
 /// Keys and values on their way into a paged cache.
 #[derive(Debug)]
 pub struct RopedKv<'a> {
@@ -215,8 +222,11 @@ pub fn rope_quantize<'a>(
         Exec::Cpu(cpu) => {
             let positions = resolve(OP, positions, nnz)?;
             let angles = prepare(OP, &angles, rope_dim, &positions)?;
-            quantize(cpu, OP, q, &Q, &positions, &angles)?;
-            quantize(cpu, OP, k, &K, &positions, &angles)
+            let mut work = Work::new(cpu, &[q.elements(), k.elements()]);
+            quantize(&mut work, OP, q, &Q, &positions, &angles)?;
+            quantize(&mut work, OP, k, &K, &positions, &angles)?;
+            work.run();
+            Ok(())
         }
         #[cfg(feature = "cuda")]
         Exec::Cuda(gpu) => {
@@ -266,14 +276,18 @@ pub fn rope_quantize_append_paged_kv<'a>(
             let moves = slots.moves(OP, nnz, pages, page_size)?;
             let positions = resolve(OP, positions, nnz)?;
             let angles = prepare(OP, &angles, rope_dim, &positions)?;
-            quantize(cpu, OP, q, &Q, &positions, &angles)?;
+            let rest = nope.as_ref().map_or(0, |x| x.layout().len());
+            let mut work = Work::new(cpu, &[q.elements(), rope.layout().len(), rest, v.layout().len()]);
+            quantize(&mut work, OP, q, &Q, &positions, &angles)?;
             let k = Tokens::plain(OP, "kv.rope", rope)?.rotated(&angles, &positions);
             let k = match nope {
                 Some(nope) => k.followed_by(OP, "kv.nope", nope)?,
                 None => k,
             };
-            cpu::page::append(cpu, OP, k, &moves, to_k)?;
-            cpu::page::append(cpu, OP, Tokens::plain(OP, "kv.v", v)?, &moves, to_v)
+            cpu::page::append(&mut work, OP, k, &moves, to_k)?;
+            cpu::page::append(&mut work, OP, Tokens::plain(OP, "kv.v", v)?, &moves, to_v)?;
+            work.run();
+            Ok(())
         }
         #[cfg(feature = "cuda")]
         Exec::Cuda(gpu) => {
@@ -315,10 +329,13 @@ pub fn rope_quantize_append_paged_mla<'a>(
             let moves = slots.moves(OP, nnz, pages, page_size)?;
             let positions = resolve(OP, positions, nnz)?;
             let angles = prepare(OP, &angles, rope_dim, &positions)?;
-            quantize(cpu, OP, q, &Q, &positions, &angles)?;
+            let mut work = Work::new(cpu, &[q.elements(), kpe.layout().len(), ckv.layout().len()]);
+            quantize(&mut work, OP, q, &Q, &positions, &angles)?;
             let kpe = Tokens::plain(OP, "kv.kpe", kpe)?.rotated(&angles, &positions);
-            cpu::page::append(cpu, OP, kpe, &moves, to_kpe)?;
-            cpu::page::append(cpu, OP, Tokens::plain(OP, "kv.ckv", ckv)?, &moves, to_ckv)
+            cpu::page::append(&mut work, OP, kpe, &moves, to_kpe)?;
+            cpu::page::append(&mut work, OP, Tokens::plain(OP, "kv.ckv", ckv)?, &moves, to_ckv)?;
+            work.run();
+            Ok(())
         }
         #[cfg(feature = "cuda")]
         Exec::Cuda(gpu) => {
@@ -379,22 +396,22 @@ fn check_roped(op: &'static str, dims: &mut Dims, x: &Roped<'_>, names: &Names) 
     }
 }
 
-/// Runs `x`, which was checked.
-fn quantize(
-    cpu: &Cpu,
+/// Adds `x`, which was checked, to the work.
+fn quantize<'a>(
+    work: &mut Work<'a>,
     op: &'static str,
-    x: Roped<'_>,
+    x: Roped<'a>,
     names: &Names,
-    positions: &[i64],
-    angles: &cpu::rope::Angles<'_>,
+    positions: &'a [i64],
+    angles: &'a cpu::rope::Angles<'_>,
 ) -> Result<()> {
     let Roped { rope, rope_out, nope, scale } = x;
     let [arg, arg_out] = names.rope;
     let rotated = Tokens::plain(op, arg, rope)?.rotated(angles, positions);
-    cpu::rope::quantize(cpu, op, arg_out, rotated, scale, rope_out)?;
+    cpu::rope::quantize(work, op, arg_out, rotated, scale, rope_out)?;
     if let Some((x, out)) = nope {
         let [arg, arg_out] = names.nope;
-        cpu::rope::quantize(cpu, op, arg_out, Tokens::plain(op, arg, x)?, scale, out)?;
+        cpu::rope::quantize(work, op, arg_out, Tokens::plain(op, arg, x)?, scale, out)?;
     }
     Ok(())
 }

@@ -22,43 +22,47 @@ pub(crate) use portable::Portable;
 #[cfg(target_arch = "x86_64")]
 pub(crate) use x86::{Avx2, Avx512, PairKernel};
 
+/// Asks for the lines of `bytes` from `x` on, wherever that is: by a hint of the instruction's.
+#[inline(always)]
+fn prefetch<const HINT: i32>(x: *const u8, bytes: usize) {
+    #[cfg(target_arch = "x86_64")]
+    for at in (0..bytes).step_by(LINE) {
+        // SAFETY: these are in the x86-64 baseline (a CPU that cannot ask to write does nothing), and change nothing, wherever they point.
+        unsafe { std::arch::x86_64::_mm_prefetch::<HINT>(x.wrapping_add(at).cast()) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (x, bytes);
+}
+
+/// `_MM_HINT_T0`.
+const NEAR: i32 = 3;
+/// `_MM_HINT_T1`.
+const FAR: i32 = 2;
+/// `_MM_HINT_ET0`.
+const OWN: i32 = 7;
+
 /// Asks for the lines `ahead` bytes behind those of `x`, wherever that is.
 #[inline(always)]
 pub(crate) fn prefetch_ahead(x: &[u8], ahead: usize) {
-    #[cfg(target_arch = "x86_64")]
-    for at in (0..x.len()).step_by(LINE) {
-        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        // SAFETY: SSE is in the x86-64 baseline, and a prefetch reads nothing, wherever it points.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(x.as_ptr().wrapping_add(at + ahead).cast()) };
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = (x, ahead);
+    prefetch::<NEAR>(x.as_ptr().wrapping_add(ahead), x.len());
 }
 
 /// Asks for the lines of `len` elements from `x` on, wherever that is.
 #[inline(always)]
 pub(crate) fn prefetch_at<T>(x: *const T, len: usize) {
-    #[cfg(target_arch = "x86_64")]
-    for at in (0..len * size_of::<T>()).step_by(LINE) {
-        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        // SAFETY: SSE is in the x86-64 baseline, and a prefetch reads nothing, wherever it points.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(x.cast::<i8>().wrapping_add(at)) };
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = (x, len);
+    prefetch::<NEAR>(x.cast(), len * size_of::<T>());
+}
+
+/// Asks for the lines of `x`, which will be written, as this core's own.
+#[inline(always)]
+pub(crate) fn prefetch_to_write<T>(x: &mut [T]) {
+    prefetch::<OWN>(x.as_ptr().cast(), size_of_val(x));
 }
 
 /// Asks for the lines of `x`, into the second-level cache.
 #[inline(always)]
 pub(crate) fn prefetch_far<T>(x: &[T]) {
-    #[cfg(target_arch = "x86_64")]
-    for at in (0..size_of_val(x)).step_by(LINE) {
-        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
-        // SAFETY: SSE is in the x86-64 baseline, and a prefetch reads nothing, wherever it points.
-        unsafe { _mm_prefetch::<_MM_HINT_T1>(x.as_ptr().cast::<i8>().wrapping_add(at)) };
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = x;
+    prefetch::<FAR>(x.as_ptr().cast(), size_of_val(x));
 }
 
 /// From the first byte of a cache line on: a vector of 64 bytes across two lines is two accesses, and arrays begin anywhere.

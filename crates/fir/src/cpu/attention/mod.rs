@@ -648,8 +648,9 @@ fn load_query<V: Vector>(v: V, launch: &Launch<'_>, ctx: &RowCtx, token: usize, 
         part.widen_row(v, [0, token, qo_head], &mut q[from..]);
         from += part.dim();
     }
-    if launch.program.has_query() {
-        hooks::query(v, launch.program, launch.bound, ctx, ctx.q_pos(), &mut q[..from], regs);
+    let (p, bound) = (launch.program, launch.bound);
+    if p.has_query() {
+        hooks::transform(v, p, &p.query, bound, ctx, ctx.q_pos(), &mut q[..from], regs);
     }
     let mut from = 0;
     for (part, factor) in launch.q {
@@ -730,10 +731,11 @@ fn load_keys<V: Vector>(
         part.widen_rows(v, head as usize, at, &mut k[from..], dq);
         from += part.dim();
     }
-    if launch.program.has_key() {
+    let (p, bound) = (launch.program, launch.bound);
+    if p.has_key() {
         let ctx = kv_ctx(launch, item, head);
         for (j, k) in k.chunks_exact_mut(dq).take(at.len()).enumerate() {
-            hooks::key(v, launch.program, launch.bound, &ctx, kv_pos + j as i32, &mut k[..from], regs);
+            hooks::transform(v, p, &p.key, bound, &ctx, kv_pos + j as i32, &mut k[..from], regs);
         }
     }
 }
@@ -753,10 +755,11 @@ fn load_values<V: Vector>(
 ) {
     let Some(values) = &launch.v else { return };
     values.widen_rows(v, head as usize, at, x, dv);
-    if launch.program.has_value() {
+    let (p, bound) = (launch.program, launch.bound);
+    if p.has_value() {
         let ctx = kv_ctx(launch, item, head);
         for (j, x) in x.chunks_exact_mut(dv).take(at.len()).enumerate() {
-            hooks::value(v, launch.program, launch.bound, &ctx, kv_pos + j as i32, &mut x[..launch.dim_vo], regs);
+            hooks::transform(v, p, &p.value, bound, &ctx, kv_pos + j as i32, &mut x[..launch.dim_vo], regs);
         }
     }
 }

@@ -1,6 +1,7 @@
 //! Products with weights in GGUF's block formats.
 
 use crate::cpu;
+use crate::cpu::gemm::Epilogue;
 use crate::cpu::gemm::blocks::Packed;
 #[cfg(feature = "cuda")]
 use crate::cuda;
@@ -11,9 +12,12 @@ use crate::exec::Exec;
 use crate::tensor::{BlockFormat, Dims, TensorMut, TensorRef};
 
 /// Weights of a linear layer in a block format, in the order the kernels read; made once, by [`BlockWeights::pack`].
-pub struct BlockWeights(Packed);
+pub struct BlockWeights(pub(super) Packed);
 
 impl BlockWeights {
+    /// Rows that are packed together.
+    pub(super) const PANEL: usize = Packed::ROWS;
+
     /// Repacks the rows of a GGUF tensor: `n` of them, each of `k` elements, whole blocks.
     ///
     /// On a CUDA device this machine's CPU packs, and the result is copied there.
@@ -87,16 +91,13 @@ impl std::fmt::Debug for BlockWeights {
 /// * `w`: `[n, k]`
 /// * `out`: `[m, n]`, f32, f16 or bf16; rows contiguous
 pub fn block_gemm(exec: &Exec, x: TensorRef<'_>, w: &BlockWeights, out: TensorMut<'_>) -> Result<()> {
+    const OP: &str = "block_gemm";
     let [n, k] = w.shape();
-    Dims::of("block_gemm").bind("x", &x, &["m", "k"])?.axis("w", "n", n)?.axis("w", "k", k)?.bind(
-        "out",
-        &out,
-        &["m", "n"],
-    )?;
+    Dims::of(OP).bind("x", &x, &["m", "k"])?.axis("w", "n", n)?.axis("w", "k", k)?.bind("out", &out, &["m", "n"])?;
     match exec {
-        Exec::Cpu(cpu) => cpu::gemm::blocks::gemm(cpu, x, &w.0, out),
+        Exec::Cpu(cpu) => cpu::gemm::blocks::gemm(cpu, OP, x, &w.0, out, Epilogue::None),
         #[cfg(feature = "cuda")]
-        Exec::Cuda(gpu) => cuda::gemm_blocks::gemm(gpu, "block_gemm", x, panels(&w.0), out),
+        Exec::Cuda(gpu) => cuda::gemm_blocks::gemm(gpu, OP, x, panels(&w.0), out),
     }
 }
 
@@ -128,7 +129,7 @@ pub fn dequantize_blocks(exec: &Exec, format: BlockFormat, data: &[u8], out: Ten
 }
 
 #[cfg(feature = "cuda")]
-fn panels(w: &Packed) -> cuda::gemm_blocks::Panels<'_> {
+pub(super) fn panels(w: &Packed) -> cuda::gemm_blocks::Panels<'_> {
     let data = w.data();
     cuda::gemm_blocks::Panels {
         format: w.format(),

@@ -1,5 +1,6 @@
-//! Weights of dense products, as they lie or packed once.
+//! Weights of products, as they lie or packed once.
 
+use super::blocks::BlockWeights;
 use crate::cpu::gemm::Strips;
 use crate::cpu::level::Level;
 use crate::error::{Error, Result};
@@ -51,13 +52,15 @@ impl std::fmt::Debug for DenseWeights {
     }
 }
 
-/// Weights of a dense product. Either way the bits of what comes out are the same.
+/// Weights of a product. Packed or not, the bits of what comes out are the same.
 #[derive(Clone, Copy, Debug)]
 pub enum Weights<'a> {
     /// `[n, k]`, f32, f16 or bf16; rows contiguous.
     Rows(TensorRef<'a>),
     /// Packed for this executor, or one of the same level; `x` is bf16.
     Packed(&'a DenseWeights),
+    /// In a format of GGUF: [`block_gemm`](super::block_gemm) defines the sums. On CUDA they have no epilogue yet.
+    Blocks(&'a BlockWeights),
 }
 
 impl<'a> From<TensorRef<'a>> for Weights<'a> {
@@ -72,23 +75,39 @@ impl<'a> From<&'a DenseWeights> for Weights<'a> {
     }
 }
 
+impl<'a> From<&'a BlockWeights> for Weights<'a> {
+    fn from(w: &'a BlockWeights) -> Self {
+        Self::Blocks(w)
+    }
+}
+
 impl Weights<'_> {
+    /// Weight rows that are packed together.
+    pub(super) fn together(&self) -> usize {
+        match self {
+            Self::Rows(_) => 1,
+            Self::Packed(_) => DenseWeights::STRIP,
+            Self::Blocks(_) => BlockWeights::PANEL,
+        }
+    }
+
     /// Binds both axes.
     pub(super) fn bind(&self, dims: &mut Dims, axes: [&'static str; 2]) -> Result<()> {
         match self {
             Self::Rows(w) => dims.bind("w", w, &axes).map(drop),
-            Self::Packed(w) => {
-                let [n, k] = w.shape();
+            Self::Packed(_) | Self::Blocks(_) => {
+                let [n, k] = self.shape();
                 dims.axis("w", axes[0], n)?.axis("w", axes[1], k).map(drop)
             }
         }
     }
 
-    /// Weight rows, once bound.
-    pub(super) fn rows(&self) -> usize {
+    /// `[n, k]`, once bound.
+    pub(super) fn shape(&self) -> [usize; 2] {
         match self {
-            Self::Rows(w) => w.shape()[0],
-            Self::Packed(w) => w.shape()[0],
+            Self::Rows(w) => [w.shape()[0], w.shape()[1]],
+            Self::Packed(w) => w.shape(),
+            Self::Blocks(w) => w.shape(),
         }
     }
 }

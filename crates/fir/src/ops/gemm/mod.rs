@@ -28,7 +28,7 @@ use crate::tensor::{Dims, TensorMut, TensorRef};
 ///
 /// Sums are f32, and a row of `out` depends on its row of `x` alone: how many others there are changes no bit of it.
 ///
-/// * `x`: `[m, k]`, `w`: `[n, k]`, each f32, f16 or bf16; rows contiguous. Or [`DenseWeights`], of which an
+/// * `x`: `[m, k]`, `w`: `[n, k]`, each f32, f16 or bf16; rows contiguous. Or [`DenseWeights`] or [`BlockWeights`], of which an
 ///   [override](Exec::with_override) is not told
 /// * `out`: `[m, n]`, f32, f16 or bf16; rows contiguous
 pub fn gemm<'a>(exec: &Exec, x: TensorRef<'_>, w: impl Into<Weights<'a>>, mut out: TensorMut<'_>) -> Result<()> {
@@ -80,19 +80,20 @@ pub fn gemm_bias<'a>(
 ///
 /// `g` and `u` are not rounded in between.
 ///
-/// * `w`: `[2 * n, k]`, packed ones with an `n` that is a multiple of 32; the rest as in [`gemm`]
+/// * `w`: `[2 * n, k]`, packed ones with an `n` that is a multiple of 32, blocks of 16; the rest as in [`gemm`]
 pub fn gemm_silu_mul<'a>(exec: &Exec, x: TensorRef<'_>, w: impl Into<Weights<'a>>, out: TensorMut<'_>) -> Result<()> {
     const OP: &str = "gemm_silu_mul";
     let (w, mut dims) = (w.into(), Dims::of(OP));
     dims.bind("x", &x, &["m", "k"])?;
     w.bind(&mut dims, ["2n", "k"])?;
     let n = dims.bind("out", &out, &["m", "n"])?.get("n");
-    if n.checked_mul(2) != Some(w.rows()) {
-        return Err(Error::value(OP, "w", format!("{} rows", w.rows()), format!("2 * {n}")));
+    let [rows, _] = w.shape();
+    if n.checked_mul(2) != Some(rows) {
+        return Err(Error::value(OP, "w", format!("{rows} rows"), format!("2 * {n}")));
     }
-    if matches!(w, Weights::Packed(_)) && !n.is_multiple_of(DenseWeights::STRIP) {
-        let want = format!("2 * n, n a multiple of {}, as they are packed", DenseWeights::STRIP);
-        return Err(Error::value(OP, "w", format!("{} rows", w.rows()), want));
+    if !n.is_multiple_of(w.together()) {
+        let want = format!("2 * n, n a multiple of {}, as they are packed", w.together());
+        return Err(Error::value(OP, "w", format!("{rows} rows"), want));
     }
     product(OP, exec, x, w, out, Epilogue::SiluMul)
 }
@@ -171,6 +172,7 @@ fn product(
     match (exec, w) {
         (Exec::Cpu(cpu), Weights::Rows(w)) => cpu::gemm::products(cpu, op, vec![Product { x, w, out, then }]),
         (Exec::Cpu(cpu), Weights::Packed(w)) => cpu::gemm::packed_product(cpu, op, x, &w.0, out, then),
+        (Exec::Cpu(cpu), Weights::Blocks(w)) => cpu::gemm::blocks::gemm(cpu, op, x, &w.0, out, then),
         #[cfg(feature = "cuda")]
         (Exec::Cuda(gpu), w) => {
             let then = match then {
@@ -192,8 +194,13 @@ fn cuda_product<'a>(
     out: TensorMut<'a>,
     then: Then<'a>,
 ) -> Result<()> {
-    let Weights::Rows(w) = w else {
-        return Err(Error::value(op, "w", "packed for a CPU, on a CUDA device", "rows"));
+    let w = match (w, &then) {
+        (Weights::Rows(w), _) => w,
+        (Weights::Packed(_), _) => return Err(Error::value(op, "w", "packed for a CPU, on a CUDA device", "rows")),
+        (Weights::Blocks(w), Then::None) => return cuda::gemm_blocks::gemm(gpu, op, x, blocks::panels(&w.0), out),
+        (Weights::Blocks(_), _) => {
+            return Err(Error::value(op, "w", "blocks, whose products have no epilogue on a CUDA device", "rows"));
+        }
     };
     let product = cuda::gemm::Product { x: x.into(), w: w.into(), out, then };
     cuda::gemm::product(gpu, op, false, product)

@@ -1,8 +1,11 @@
 use fir::exec::Level;
-use fir::gemm::{BlockFormat, BlockWeights, block_gemm, dequantize_blocks};
+use fir::gemm::{
+    BlockFormat, BlockWeights, GemmAddNormArgs, block_gemm, dequantize_blocks, gemm, gemm_add, gemm_add_rms_norm,
+    gemm_bias, gemm_silu_mul,
+};
 use fir::reference::{Precision, gemm as reference};
 use fir::testing::Rng;
-use fir::{DType, Exec, Tensor, TensorMut, TensorRef};
+use fir::{DType, Exec, Tensor, TensorMut, TensorRef, activation, norm};
 use half::f16;
 use proptest::prelude::*;
 
@@ -123,6 +126,87 @@ fn matches_reference_for_every_format_and_number_of_rows() {
             });
         }
     });
+}
+
+/// What is done to sums on their way out gives the bits that it gives afterwards, unless these are rounded in between.
+#[test]
+fn epilogues_are_what_they_are_after_the_product() {
+    let mut rng = Rng::new(10);
+    // Three panels to a half, of which tiles take two at a time.
+    let (n, k) = (48, 512);
+    for (i, format) in BlockFormat::ALL.into_iter().enumerate() {
+        let data = random_blocks(&mut rng, format, 2 * n, k);
+        for m in [1, 7, 20, 50, 75, 130] {
+            let x = rng.tensor(FLOATS[i % 3], &[m, k]);
+            let (bias, start) = (rng.tensor(FLOATS[i % 3], &[2 * n]), rng.tensor(DType::F32, &[m, 2 * n]));
+            let weight = rng.tensor(DType::F32, &[2 * n]);
+            every_exec(|exec| {
+                let w = BlockWeights::pack(exec, format, &data, 2 * n, k).unwrap();
+                let sums = product(exec, x.view(), &w, DType::F32);
+                let fresh = || Tensor::zeros(DType::F32, &[m, 2 * n]).unwrap();
+                let mut out = fresh();
+                let what = format!("{exec:?} {format} {m} rows");
+                gemm(exec, x.view(), &w, out.view_mut()).unwrap();
+                assert_eq!(bits(&out), bits(&sums), "{what}");
+
+                let mut half = Tensor::zeros(DType::F32, &[m, n]).unwrap();
+                let gated = gemm_silu_mul(exec, x.view(), &w, half.view_mut());
+                if !matches!(exec, Exec::Cpu(_)) {
+                    let want =
+                        "gemm_silu_mul: `w` is blocks, whose products have no epilogue on a CUDA device, expected rows";
+                    return assert_eq!(gated.unwrap_err().to_string(), want);
+                }
+                gated.unwrap();
+                let mut want = Tensor::zeros(DType::F32, &[m, n]).unwrap();
+                activation::silu_and_mul(exec, sums.view(), want.view_mut()).unwrap();
+                assert_eq!(bits(&half), bits(&want), "{what}, gated");
+
+                gemm_bias(exec, x.view(), &w, bias.view(), out.view_mut()).unwrap();
+                let plus = |other: &[f32]| -> Vec<u32> {
+                    let sums = sums.as_slice::<f32>().unwrap();
+                    sums.iter().zip(other.iter().cycle()).map(|(a, b)| (a + b).to_bits()).collect()
+                };
+                assert_eq!(bits(&out), plus(&bias.view().to_f32_vec().unwrap()), "{what} and a bias");
+
+                let added = plus(start.as_slice().unwrap());
+                let copy = || Tensor::from_slice(start.as_slice::<f32>().unwrap(), &[m, 2 * n]).unwrap();
+                let mut residual = copy();
+                gemm_add(exec, x.view(), &w, residual.view_mut()).unwrap();
+                assert_eq!(bits(&residual), added, "{what}, added");
+                norm::rms_norm(exec, residual.view(), weight.view(), 1e-5, out.view_mut()).unwrap();
+                let (mut residual, mut normed) = (copy(), fresh());
+                let args = GemmAddNormArgs {
+                    x: x.view(),
+                    w: (&w).into(),
+                    residual: residual.view_mut(),
+                    weight: weight.view(),
+                    eps: 1e-5,
+                    out: normed.view_mut(),
+                };
+                gemm_add_rms_norm(exec, args).unwrap();
+                assert_eq!((bits(&residual), bits(&normed)), (added, bits(&out)), "{what}, added, and the norm");
+            });
+        }
+    }
+}
+
+#[test]
+fn blocks_that_an_epilogue_cannot_take_are_refused() {
+    let exec = Exec::cpu().unwrap();
+    let w = BlockWeights::pack(&exec, BlockFormat::Q4_0, &[0; 80 * 18], 80, 32).unwrap();
+    let t = |shape: &[usize]| Tensor::zeros(DType::F32, shape).unwrap();
+    let refused = |k: usize, columns: usize| {
+        let mut out = t(&[2, columns]);
+        gemm_silu_mul(&exec, t(&[2, k]).view(), &w, out.view_mut()).unwrap_err().to_string()
+    };
+    // Halves of 40 rows do not begin with a panel.
+    let want = "gemm_silu_mul: `w` is 80 rows, expected 2 * n, n a multiple of 16, as they are packed";
+    assert_eq!(refused(32, 40), want);
+    assert_eq!(refused(32, 39), "gemm_silu_mul: `w` is 80 rows, expected 2 * 39");
+    assert_eq!(refused(31, 40), "gemm_silu_mul: `w` has k=32, but `x` bound k=31");
+    let mut out = t(&[2, 79]);
+    let err = gemm_add(&exec, t(&[2, 32]).view(), &w, out.view_mut()).unwrap_err();
+    assert_eq!(err.to_string(), "gemm_add: `residual` has n=79, but `w` bound n=80");
 }
 
 /// A few elements far over the others, in some rows too many of them: at every level, device and number of rows the same bits.

@@ -24,8 +24,9 @@ use bytemuck::{Pod, Zeroable};
 pub(crate) use pack::Packed;
 use pack::{GROUP, LANES, SUPER};
 
-use crate::cpu::arch::{Aligned, prefetch_far};
+use crate::cpu::arch::{Aligned, prefetch_far, prefetch_to_write};
 use crate::cpu::exec::Cpu;
+use crate::cpu::gemm::Epilogue;
 use crate::cpu::integers::PITCH;
 use crate::cpu::pool::RowsMut;
 use crate::cpu::rows::{Rows, for_parts, narrow, widen, with_float};
@@ -33,7 +34,6 @@ use crate::cpu::vector::{Kernel, Lane, Vector};
 use crate::error::{Error, Result};
 use crate::tensor::{BlockFields, BlockFormat, Place, TensorMut, TensorRef};
 
-const OP: &str = "block_gemm";
 /// Rows that vectors take at a time: below, unpacking is hidden by the reading of the weights.
 const FEW: usize = 8;
 /// Rows that a panel's codes are unpacked anew for, [`FEW`] at a time, where as many have registers: a batch's decode.
@@ -178,43 +178,55 @@ impl Quantized for Strip {
     }
 }
 
-pub(crate) fn gemm(cpu: &Cpu, x: TensorRef<'_>, w: &Packed, out: TensorMut<'_>) -> Result<()> {
+/// The product, shapes checked by the caller; for an epilogue of two rows per column, these are whole panels.
+pub(crate) fn gemm(
+    cpu: &Cpu,
+    op: &'static str,
+    x: TensorRef<'_>,
+    w: &Packed,
+    out: TensorMut<'_>,
+    then: Epilogue<'_>,
+) -> Result<()> {
     let m = x.shape()[0];
     if w.place() != Place::Host {
-        return Err(Error::place(OP, "w", w.place(), Place::Host));
+        return Err(Error::place(op, "w", w.place(), Place::Host));
     }
-    with_float!(OP, "x", x.dtype(), X => with_float!(OP, "out", out.dtype(), O => {
-        let (x, out) = (Rows::<X>::new(OP, "x", x)?, RowsMut::<O>::new(OP, "out", out)?);
+    with_float!(op, "x", x.dtype(), X => with_float!(op, "out", out.dtype(), O => {
+        let (x, out) = (Rows::<X>::new(op, "x", x)?, RowsMut::<O>::new(op, "out", out)?);
         // `split` gives nothing for an `out` without columns.
         for out in out.split(m.div_ceil(PASS)) {
-            pass(cpu, x, w, out);
+            pass(cpu, x, w, out, then);
         }
         Ok(())
     }))
 }
 
 /// The product for the rows of `out`.
-fn pass<X: Lane, O: Lane>(cpu: &Cpu, x: Rows<'_, X>, w: &Packed, out: RowsMut<'_, O>) {
-    let (rows, panels) = (out.range().len(), w.n().div_ceil(LANES));
+fn pass<X: Lane, O: Lane>(cpu: &Cpu, x: Rows<'_, X>, w: &Packed, out: RowsMut<'_, O>, then: Epilogue<'_>) {
+    let (rows, panels) = (out.range().len(), out.row_len().div_ceil(LANES));
     let tiled = w.k() > 0 && kernel::is_tiled(cpu, w.format(), rows); // Their sums begin with the first cell.
     let grouped = tiled && w.format().elements() == GROUP;
     let padded = if tiled { rows.next_multiple_of(LANES) } else { kernel::padded(rows) };
     // Eight units per worker, so that a late one costs an eighth of its share.
     let each = match (rows, tiled) {
-        _ if grouped => panels.div_ceil(8 * cpu.workers()).next_multiple_of(2).min(TILE_PANELS),
+        _ if grouped => panels.div_ceil(8 * cpu.workers()).next_multiple_of(2).min(TILE_PANELS / then.rows()),
         (..=SEVERAL, _) => panels.div_ceil(8 * cpu.workers()),
-        (_, true) => panels.div_ceil(2 * cpu.workers()).min(TILE_PANELS),
-        _ => PANELS,
+        (_, true) => panels.div_ceil(2 * cpu.workers()).min(TILE_PANELS / then.rows()),
+        // As few for the thread that has the most: of 36 panels four at a time would be 20 of one and 16 of another.
+        _ => {
+            let most = |each: &usize| panels.div_ceil(*each).div_ceil(cpu.workers()) * each;
+            (1..=PANELS).rev().min_by_key(most).unwrap_or(PANELS)
+        }
     };
     if tiled {
         let mut strips = STRIPS.take();
         quantize_rows(cpu, x, w, out.range(), padded, !grouped && w.format().has_min(), &mut strips);
-        multiply(cpu, Acts::Strips(&strips), w, padded, each, out);
+        multiply(cpu, Acts::Strips(&strips), w, padded, each, out, then);
         STRIPS.set(strips);
     } else {
         let mut acts = ACTIVATIONS.take();
         quantize_rows(cpu, x, w, out.range(), padded, false, &mut acts);
-        multiply(cpu, Acts::Rows(&acts), w, padded, each, out);
+        multiply(cpu, Acts::Rows(&acts), w, padded, each, out, then);
         ACTIVATIONS.set(acts);
     }
 }
@@ -231,34 +243,51 @@ fn quantize_rows<X: Lane, T: Quantized>(
 ) {
     let (cells, each) = (w.k().div_ceil(SUPER), padded.div_ceil(T::ROWS));
     acts.resize(cells * each, T::zeroed());
-    // Sixty-four rows to a part: rows of few cells have work for all threads, too.
+    // Rows of few cells have work for all threads, too.
+    let part = if padded <= SEVERAL { T::ROWS.max(8) } else { 64 };
     let parts = acts.chunks_exact_mut(each.max(1)).enumerate().flat_map(|(s, cell)| {
-        let parts = cell.chunks_mut(64 / T::ROWS).enumerate();
-        parts.map(move |(i, out)| (s, 64 * i, out))
+        let parts = cell.chunks_mut(part / T::ROWS).enumerate();
+        parts.map(move |(i, out)| (s, part * i, out))
     });
     let end = rows.end;
     let quantize = |(s, from, out): (usize, usize, &mut [T])| {
         let rows = (rows.start + from).min(end)..end;
         cpu.run(Quantize { x, rows, s, format: w.format(), pairs, out });
     };
-    // A core quantizes 64k elements in some 10 µs.
-    if rows.len() * w.k() < 64 << 10 {
+    // A core quantizes 8k elements in 2 µs, and longer where another has written them.
+    let few = if cpu.pool().is_awake() { 8 << 10 } else { 64 << 10 };
+    if rows.len() * w.k() < few {
         parts.for_each(quantize);
     } else {
         cpu.pool().scatter(parts.collect(), quantize);
     }
 }
 
-/// The product with quantized rows, `each` panels to a unit of work.
-fn multiply<O: Lane>(cpu: &Cpu, acts: Acts<'_>, w: &Packed, padded: usize, each: usize, out: RowsMut<'_, O>) {
-    let rows = out.range().len();
+/// The product with quantized rows, `each` panels of columns to a unit of work.
+fn multiply<O: Lane>(
+    cpu: &Cpu,
+    acts: Acts<'_>,
+    w: &Packed,
+    padded: usize,
+    each: usize,
+    out: RowsMut<'_, O>,
+    then: Epilogue<'_>,
+) {
+    let (rows, panels) = (out.range().len(), out.row_len().div_ceil(LANES));
     let units = out.split_columns(each * LANES).into_iter().enumerate();
-    let work = |(unit, out): (usize, RowsMut<'_, O>)| {
+    let work = |(unit, mut out): (usize, RowsMut<'_, O>)| {
+        if rows <= SEVERAL {
+            // Other threads have read them.
+            out.range().for_each(|r| prefetch_to_write(out.row(r)));
+        }
         let mut sums = SUMS.take();
+        let half = out.row_len().div_ceil(LANES) * padded;
         // Of fewer units than threads most are as large as the last.
-        sums.resize(out.row_len().div_ceil(LANES) * padded, Line([0.0; LANES]));
-        kernel::run(cpu, acts, w, unit * each, padded, &mut sums);
-        cpu.run(Store { sums: &sums, padded, out });
+        sums.resize(then.rows() * half, Line([0.0; LANES]));
+        for (i, sums) in sums.chunks_exact_mut(half).enumerate() {
+            kernel::run(cpu, acts, w, i * panels + unit * each, padded, sums);
+        }
+        cpu.run(Store { sums: &sums, padded, first: unit * each * LANES, out, then });
         SUMS.set(sums);
     };
     if rows.saturating_mul(w.n()).saturating_mul(w.k()) < 256 << 10 {
@@ -268,22 +297,33 @@ fn multiply<O: Lane>(cpu: &Cpu, acts: Acts<'_>, w: &Packed, padded: usize, each:
     }
 }
 
-/// Writes `[panels, padded rows, 16]` sums as rows.
+/// Writes `[panels, padded rows, 16]` sums as rows, those of the second half of the weights behind the first's.
 struct Store<'a, O> {
     sums: &'a [Line],
     padded: usize,
+    /// Column of the whole product that `out` begins with.
+    first: usize,
     out: RowsMut<'a, O>,
+    then: Epilogue<'a>,
 }
 
 impl<O: Lane> Kernel for Store<'_, O> {
     type Out = ();
     #[inline(always)]
     fn run<V: Vector>(mut self, v: V) {
-        let (range, padded) = (self.out.range(), self.padded);
+        let range = self.out.range();
+        let (sums, second) = self.sums.split_at(self.sums.len() / self.then.rows());
         // Rows outside: a line of `out` is written once, and whole.
         for (i, r) in range.enumerate() {
             for (p, out) in self.out.row(r).chunks_mut(LANES).enumerate() {
-                narrow(v, &self.sums[p * padded + i].0[..out.len()], out);
+                let at = p * self.padded + i;
+                let sums = &sums[at].0[..out.len()];
+                if matches!(self.then, Epilogue::None) {
+                    narrow(v, sums, out);
+                    continue;
+                }
+                let second = second.get(at).map_or(&[][..], |line| &line.0[..out.len()]);
+                self.then.write(v, self.first + p * LANES, sums, second, out);
             }
         }
     }
@@ -306,6 +346,11 @@ impl<X: Lane, T: Quantized> Kernel for Quantize<'_, X, T> {
     fn run<V: Vector>(mut self, v: V) {
         let (mut wide, mut acts) = (Aligned([0f32; SUPER]), Activations::zeroed());
         for i in 0..self.out.len() * T::ROWS {
+            if T::ROWS == 1
+                && let Some(next) = self.out.get_mut(i + 1)
+            {
+                prefetch_to_write(std::slice::from_mut(next)); // As all threads have read what was there.
+            }
             let to = &mut self.out[i / T::ROWS];
             let Some(r) = self.rows.next() else {
                 to.put(i % T::ROWS, &Activations::zeroed());

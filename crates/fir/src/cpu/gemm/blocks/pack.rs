@@ -78,6 +78,9 @@ pub(super) struct Cell<'a> {
 }
 
 impl Packed {
+    /// Weight rows that lie together.
+    pub(crate) const ROWS: usize = LANES;
+
     /// Packs with the threads of `cpu`, or with this one: for products, or as they are, to be dequantized.
     pub(crate) fn new(
         cpu: Option<&Cpu>,
