@@ -5,7 +5,7 @@
 use super::arch::prefetch_to_write;
 use super::exec::Cpu;
 use super::pool::SlotsMut;
-use super::rope::{AHEAD, Tokens, Work, divide};
+use super::rope::{Tokens, Work, divide};
 use super::rows::with_float8;
 use super::vector::{Kernel, Lane, Vector};
 use crate::error::Result;
@@ -66,9 +66,10 @@ fn write(cpu: &Cpu, tokens: Tokens<'_>, moves: &[Move], mut to: impl Sink) {
         tokens.ask(m.token);
         (0..tokens.heads()).for_each(|head| Sink::ask(to, m.slot, head));
     };
-    moves.iter().take(AHEAD).for_each(|m| ask(m, &mut to));
+    let ahead = tokens.ahead();
+    moves.iter().take(ahead).for_each(|m| ask(m, &mut to));
     for (i, m) in moves.iter().enumerate() {
-        if let Some(next) = moves.get(i + AHEAD) {
+        if let Some(next) = moves.get(i + ahead).filter(|_| ahead > 0) {
             ask(next, &mut to);
         }
         let x = reader.read(cpu, m.token);

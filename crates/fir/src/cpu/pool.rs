@@ -99,9 +99,9 @@ impl Pool {
         self.threads.len() + 1
     }
 
-    /// Whether all its threads look out for the next call, as they do for some microseconds after one.
+    /// Whether it has threads for a call from here, all of which look out for it, as they do for some microseconds after one.
     pub(crate) fn is_awake(&self) -> bool {
-        self.shared.asleep.load(Ordering::Relaxed) == 0
+        !self.threads.is_empty() && !INSIDE.get() && self.shared.asleep.load(Ordering::Relaxed) == 0
     }
 
     /// Calls `work(0)` here, and `work(w)` on every thread `w` that joins meanwhile; returns when all have returned.
@@ -153,7 +153,7 @@ impl Pool {
 
     /// Calls `work` once for every part, on whichever worker is free.
     pub(crate) fn scatter<P: Send>(&self, parts: Vec<P>, work: impl Fn(P) + Sync) {
-        if parts.len() <= 1 || self.threads.is_empty() {
+        if parts.len() <= 1 || self.threads.is_empty() || INSIDE.get() {
             parts.into_iter().for_each(work);
             return;
         }

@@ -230,6 +230,11 @@ impl<'a> Tokens<'a> {
         self.head.row_len() + self.rest.map_or(0, |r| r.row_len())
     }
 
+    /// How many tokens to ask for before they are read, and their places before they are written: none of 16 KiB.
+    pub(super) fn ahead(&self) -> usize {
+        ((16 << 10) / (4 * self.heads * self.row_len() + 1)).min(4)
+    }
+
     /// Asks for the rows of `token`.
     pub(super) fn ask(&self, token: usize) {
         for r in token * self.heads..(token + 1) * self.heads {
@@ -290,9 +295,6 @@ impl Kernel for Read<'_, '_> {
     }
 }
 
-/// Tokens that are asked for before they are read, and their slots before they are written.
-pub(super) const AHEAD: usize = 4;
-
 /// What an operator does with its streams of tokens, in pieces for whichever thread is free.
 pub(crate) struct Work<'a> {
     pub(super) cpu: &'a Cpu,
@@ -350,10 +352,11 @@ pub(crate) fn quantize<'a>(
                     tokens.ask(token);
                     (token * heads..(token + 1) * heads).for_each(|r| prefetch_to_write(out.row(r)));
                 };
-                range.clone().take(AHEAD).for_each(|token| ask(token, &mut out));
+                let ahead = tokens.ahead();
+                range.clone().take(ahead).for_each(|token| ask(token, &mut out));
                 for token in range.clone() {
-                    if token + AHEAD < range.end {
-                        ask(token + AHEAD, &mut out);
+                    if ahead > 0 && token + ahead < range.end {
+                        ask(token + ahead, &mut out);
                     }
                     cpu.run(Quantize { x: reader.read(cpu, token), token, heads, scale, out: &mut out });
                 }

@@ -166,7 +166,7 @@ impl<'a, T: Element> Rows<'a, T> {
     }
 }
 
-/// Calls `work` on parts of `out`, in parallel when all of it is more than a core does in a few microseconds.
+/// Calls `work` on parts of `out`, in parallel when there is enough of it ([`parts_for`]).
 pub(crate) fn for_parts<'a, T: Element>(cpu: &Cpu, out: RowsMut<'a, T>, work: impl Fn(RowsMut<'a, T>) + Sync) {
     let elements = out.range().len() * out.row_len();
     // Rows without elements may be more than can be counted through.

@@ -22,13 +22,20 @@ pub(crate) use portable::Portable;
 #[cfg(target_arch = "x86_64")]
 pub(crate) use x86::{Avx2, Avx512, PairKernel};
 
-/// Asks for the lines of `bytes` from `x` on, wherever that is: by a hint of the instruction's.
+/// Asks for the lines of `bytes` from `x` on, wherever that is.
 #[inline(always)]
 fn prefetch<const HINT: i32>(x: *const u8, bytes: usize) {
     #[cfg(target_arch = "x86_64")]
     for at in (0..bytes).step_by(LINE) {
-        // SAFETY: these are in the x86-64 baseline (a CPU that cannot ask to write does nothing), and change nothing, wherever they point.
-        unsafe { std::arch::x86_64::_mm_prefetch::<HINT>(x.wrapping_add(at).cast()) };
+        let x = x.wrapping_add(at);
+        // SAFETY: both are in the x86-64 baseline (a CPU without the second does nothing), and change nothing, wherever they point.
+        unsafe {
+            match HINT {
+                // The compiler has it for CPUs that it is told of alone.
+                OWN => std::arch::asm!("prefetchw [{}]", in(reg) x, options(nostack, preserves_flags, readonly)),
+                _ => std::arch::x86_64::_mm_prefetch::<HINT>(x.cast()),
+            }
+        }
     }
     #[cfg(not(target_arch = "x86_64"))]
     let _ = (x, bytes);

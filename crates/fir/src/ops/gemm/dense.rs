@@ -52,7 +52,7 @@ impl std::fmt::Debug for DenseWeights {
     }
 }
 
-/// Weights of a product. Packed or not, the bits of what comes out are the same.
+/// Weights of a product. Of `Rows` and `Packed` the bits of what comes out are the same.
 #[derive(Clone, Copy, Debug)]
 pub enum Weights<'a> {
     /// `[n, k]`, f32, f16 or bf16; rows contiguous.

@@ -29,7 +29,7 @@ use crate::tensor::{Dims, TensorMut, TensorRef};
 /// Sums are f32, and a row of `out` depends on its row of `x` alone: how many others there are changes no bit of it.
 ///
 /// * `x`: `[m, k]`, `w`: `[n, k]`, each f32, f16 or bf16; rows contiguous. Or [`DenseWeights`] or [`BlockWeights`], of which an
-///   [override](Exec::with_override) is not told
+///   [override](Exec::with_override) is not told; on CUDA the products with more to them than this one take rows alone
 /// * `out`: `[m, n]`, f32, f16 or bf16; rows contiguous
 pub fn gemm<'a>(exec: &Exec, x: TensorRef<'_>, w: impl Into<Weights<'a>>, mut out: TensorMut<'_>) -> Result<()> {
     let w = w.into();

@@ -212,9 +212,10 @@ fn pass<X: Lane, O: Lane>(cpu: &Cpu, x: Rows<'_, X>, w: &Packed, out: RowsMut<'_
         _ if grouped => panels.div_ceil(8 * cpu.workers()).next_multiple_of(2).min(TILE_PANELS / then.rows()),
         (..=SEVERAL, _) => panels.div_ceil(8 * cpu.workers()),
         (_, true) => panels.div_ceil(2 * cpu.workers()).min(TILE_PANELS / then.rows()),
-        // As few for the thread that has the most: of 36 panels four at a time would be 20 of one and 16 of another.
+        // As few for the thread that has the most (of 36 panels four at a time are 20 of one thread of two and 16 of the other), where a unit's
+        // activations count for a quarter of a panel.
         _ => {
-            let most = |each: &usize| panels.div_ceil(*each).div_ceil(cpu.workers()) * each;
+            let most = |each: &usize| panels.div_ceil(*each).div_ceil(cpu.workers()) * (4 * each + 1);
             (1..=PANELS).rev().min_by_key(most).unwrap_or(PANELS)
         }
     };
