@@ -527,9 +527,9 @@ mod tests {
             match what {
                 What::Logits { kv_start, masked } => logits(v, p, bound, &ctx, kv_start, x, regs, masked),
                 What::Output { m, d } => output(v, p, bound, &ctx, x, m, d, regs),
-                What::Side(Side::Query, pos) => query(v, p, bound, &ctx, pos, x, regs),
-                What::Side(Side::Key, pos) => key(v, p, bound, &ctx, pos, x, regs),
-                What::Side(Side::Value, pos) => value(v, p, bound, &ctx, pos, x, regs),
+                What::Side(Side::Query, pos) => transform(v, p, &p.query, bound, &ctx, pos, x, regs),
+                What::Side(Side::Key, pos) => transform(v, p, &p.key, bound, &ctx, pos, x, regs),
+                What::Side(Side::Value, pos) => transform(v, p, &p.value, bound, &ctx, pos, x, regs),
             }
         }
     }
