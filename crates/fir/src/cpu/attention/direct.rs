@@ -5,7 +5,7 @@
 //! starts anew in the next; with four pages at a time its starts overlap, and two cores read 36 GB/s instead of 27.
 //!
 //! So the rows of a tile are taken in *blocks* of four pages, and within a block page by page in turn: four tokens in
-//! four pages, head after head, then the next four tokens. Rows two blocks on are asked for in the same order. With the
+//! four pages, head after head, then the next four tokens. Rows two blocks on (one, where they come near) are asked for in the same order. With the
 //! heads outside and the tokens inside, 256 of every 2048 bytes at a time, the decode of docs/bench/cpu.md took 1.2
 //! times as long. Above four query rows to a head the arithmetic is the bound, so heads are outside there: sums stay in
 //! registers for a whole tile.

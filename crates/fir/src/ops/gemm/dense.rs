@@ -82,8 +82,8 @@ impl<'a> From<&'a BlockWeights> for Weights<'a> {
 }
 
 impl Weights<'_> {
-    /// Weight rows that are packed together.
-    pub(super) fn together(&self) -> usize {
+    /// Weight rows that are packed together: a product of two matrices, one on top of the other, takes whole ones of each.
+    pub fn together(&self) -> usize {
         match self {
             Self::Rows(_) => 1,
             Self::Packed(_) => DenseWeights::STRIP,

@@ -126,8 +126,13 @@ pub(super) fn block_gemm(exec: &Exec, b: &mut Bytes<'_>) -> Result<()> {
     let data: Vec<u8> = (0..bytes).map(|i| ((i * 131) >> 3) as u8 ^ seed).collect();
     let w = gemm::BlockWeights::pack(exec, format, &data, n, k)?;
     let (dtype, out_dtype) = (b.float(), b.float());
-    let (x, mut out) = (b.tensor(dtype, &[m, k]), b.tensor(out_dtype, &[m, n]));
-    let result = gemm::block_gemm(exec, x.view()?, &w, out.view_mut()?);
+    let then = b.below(4);
+    let (x, mut out) = (b.tensor(dtype, &[m, k]), b.tensor(out_dtype, &[m, if then == 0 { n / 2 } else { n }]));
+    let result = match then {
+        0 => gemm::gemm_silu_mul(exec, x.view()?, &w, out.view_mut()?),
+        1 => gemm::gemm_add(exec, x.view()?, &w, out.view_mut()?),
+        _ => gemm::block_gemm(exec, x.view()?, &w, out.view_mut()?),
+    };
     out.assert_only_elements_written();
     result
 }

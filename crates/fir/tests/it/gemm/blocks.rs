@@ -190,6 +190,37 @@ fn epilogues_are_what_they_are_after_the_product() {
     }
 }
 
+/// Columns that fill no panel, and outputs of 16 bits, which are rounded once.
+#[test]
+fn epilogues_round_once_and_end_where_columns_do() {
+    let mut rng = Rng::new(11);
+    let (n, k) = (37, 512);
+    for format in [BlockFormat::Q4_1, BlockFormat::Q8_0, BlockFormat::Q6K] {
+        let data = random_blocks(&mut rng, format, n, k);
+        for (m, dtype) in [1, 20, 50, 75].into_iter().flat_map(|m| FLOATS.map(|dtype| (m, dtype))) {
+            let (x, bias, start) =
+                (rng.tensor(DType::BF16, &[m, k]), rng.tensor(dtype, &[n]), rng.tensor(dtype, &[m, n]));
+            every_exec(|exec| {
+                let Exec::Cpu(_) = exec else { return };
+                let w = BlockWeights::pack(exec, format, &data, n, k).unwrap();
+                let sums = product(exec, x.view(), &w, DType::F32);
+                let plus = |other: &Tensor| {
+                    let (sums, other) = (sums.as_slice::<f32>().unwrap(), other.view().to_f32_vec().unwrap());
+                    let all: Vec<f32> = sums.iter().zip(other.iter().cycle()).map(|(a, b)| a + b).collect();
+                    Tensor::from_f32(dtype, &all, &[m, n]).unwrap().view().to_f32_vec().unwrap()
+                };
+                let what = format!("{exec:?} {format} {m} rows to {dtype}");
+                let mut out = Tensor::zeros(dtype, &[m, n]).unwrap();
+                gemm_bias(exec, x.view(), &w, bias.view(), out.view_mut()).unwrap();
+                assert_eq!(out.view().to_f32_vec().unwrap(), plus(&bias), "{what} and a bias");
+                let mut out = Tensor::from_f32(dtype, &start.view().to_f32_vec().unwrap(), &[m, n]).unwrap();
+                gemm_add(exec, x.view(), &w, out.view_mut()).unwrap();
+                assert_eq!(out.view().to_f32_vec().unwrap(), plus(&start), "{what}, added");
+            });
+        }
+    }
+}
+
 #[test]
 fn blocks_that_an_epilogue_cannot_take_are_refused() {
     let exec = Exec::cpu().unwrap();
