@@ -21,7 +21,7 @@ const FENCE: &[&str] = &[
 const BUDGETS: &[(&[&str], usize)] = &[
     (&["tensor", "kv", "variant", "plan"], 7_500),
     (&["ops", "reference", "testing"], 10_000),
-    (&["cpu"], 17_700),
+    (&["cpu"], 17_800),
     (&["cuda"], 9_950),
 ];
 
