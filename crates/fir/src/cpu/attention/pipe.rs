@@ -97,15 +97,16 @@ impl<'a, 'b, 'c> Pipe<'a, 'b, 'c> {
         let hooked = program.has_logits() || program.has_output();
         let by_column = program.mask.iter().any(|of| matches!(of.test, Test::Columns(_)));
         let (mut first, mut strip, mut at, mut slot) = (0, None::<Strip>, 0, 0);
-        // Blocks behind the one whose products run; the weights of the older are taken beside them.
-        let (mut old, mut new): (Option<Part>, Option<Part>) = (None, None);
+        // The block whose products run and the two behind it; the weights of the older are taken beside them. They stay where
+        // they are, as copies of what was just written in parts have to wait: 3 % of 2048 tokens.
+        let (mut parts, mut turn): ([Option<Part>; 3], _) = ([const { None }; 3], 0);
         loop {
             while strip.is_none() && first < per_head {
                 strip = self.strip(first, STRIP.min(per_head - first), visible, n);
                 at = strip.as_ref().map_or(0, |strip| strip.seen.start);
                 first += STRIP;
             }
-            let next = strip.clone().map(|of| {
+            parts[turn] = strip.clone().map(|of| {
                 // Hooks want long rows, and `output` wants the maximum itself. Which maximum a row has goes by no other
                 // rows of its strip where its mask is an interval: so it is the same in any piece of a prompt.
                 let whole = hooked || by_column && of.clear != of.seen;
@@ -117,11 +118,12 @@ impl<'a, 'b, 'c> Pipe<'a, 'b, 'c> {
                 }
                 part
             });
-            if next.is_none() && old.is_none() && new.is_none() {
+            if parts.iter().all(Option::is_none) {
                 return self.end();
             }
-            self.weigh(old.take(), next.as_ref(), regs, states);
-            (old, new) = (new, next);
+            let next = parts[turn].as_ref();
+            turn = (turn + 1) % parts.len();
+            self.weigh(parts[turn].as_ref(), next, regs, states);
         }
     }
 
@@ -207,14 +209,14 @@ impl<'a, 'b, 'c> Pipe<'a, 'b, 'c> {
     /// Takes the weights of a block, and on the way the products for the scores of another. After the last of a strip
     /// adds the weighted values.
     #[inline(always)]
-    fn weigh(&mut self, part: Option<Part>, next: Option<&Part>, regs: &mut Registers, states: &mut [State]) {
+    fn weigh(&mut self, part: Option<&Part>, next: Option<&Part>, regs: &mut Registers, states: &mut [State]) {
         let next = next.and_then(|part| Some((part, part.slot? * BLOCK)));
         let steps = if next.is_some() { self.dq / STEP } else { 0 };
         if next.is_none() {
             self.end();
         }
         let mut done = 0;
-        let Some(Part { strip, j, slot }) = part else {
+        let Some(&Part { ref strip, j, slot }) = part else {
             while let Some((part, to)) = next
                 && done < steps
             {
@@ -226,7 +228,7 @@ impl<'a, 'b, 'c> Pipe<'a, 'b, 'c> {
         let states = &mut states[strip.first..][..strip.count];
         let mut again = u32::MAX;
         if let Some(slot) = slot {
-            self.begin_rows(&strip, j, slot, regs, states);
+            self.begin_rows(strip, j, slot, regs, states);
             for rows in 0..STRIP / EIGHT {
                 while let Some((part, to)) = next
                     && done * STRIP < (rows + 1) * EIGHT * steps
@@ -237,13 +239,13 @@ impl<'a, 'b, 'c> Pipe<'a, 'b, 'c> {
                 self.weigh_rows(slot, j, rows);
             }
             self.coming.ask(self.launch, self.item, self.head);
-            let v = self.v;
             if j + STEP < strip.seen.end {
                 return;
             }
             again = 0;
-            for (row, state) in states.iter_mut().enumerate() {
-                let sum = v.sum(v.load(&self.lanes.0[row]));
+            let (low, high) = self.lanes.0.split_first_chunk().expect("32 rows");
+            let sums = [self.v.sums_of_rows(low), self.v.sums_of_rows(high.first_chunk().expect("16 more"))];
+            for (row, (state, &sum)) in states.iter_mut().zip(sums.as_flattened()).enumerate() {
                 if sum > TOO_MUCH {
                     again |= 1 << row;
                 } else {
@@ -253,9 +255,9 @@ impl<'a, 'b, 'c> Pipe<'a, 'b, 'c> {
         }
         if again != 0 {
             // What the products on the way have brought is stored with the first of these.
-            self.take_again(&strip, again, regs, states);
+            self.take_again(strip, again, regs, states);
         }
-        self.add_values(&strip);
+        self.add_values(strip);
         while let Some((part, to)) = next
             && done < steps
         {

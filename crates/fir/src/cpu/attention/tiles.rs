@@ -15,7 +15,7 @@ use super::{
 };
 use crate::cpu::arch::{Avx512, TILE, TileKernel, Tiles, prefetch_at, prefetch_far};
 use crate::cpu::pool::RowsOnce;
-use crate::cpu::vector::{Lane, Vector};
+use crate::cpu::vector::Vector;
 use crate::plan::TILE_KV;
 use crate::tensor::{DType, bf16};
 use crate::variant::Visible;
@@ -240,7 +240,7 @@ impl TileKernel for TileItem<'_, '_> {
             for strip in 0..rows / STRIP {
                 b.begin(strip, dv);
             }
-            end_rows(v, launch, item, head, &mut b, &states[..per_head], partials, sink, regs);
+            end_rows(v, tiles, launch, item, head, &mut b, &states[..per_head], partials, sink, regs);
         }
     }
 }
@@ -250,6 +250,7 @@ impl TileKernel for TileItem<'_, '_> {
 #[inline(always)]
 fn end_rows(
     v: Avx512,
+    tiles: Tiles,
     launch: &Launch<'_>,
     item: &Item,
     head: u32,
@@ -291,9 +292,8 @@ fn end_rows(
         for (g, (out, &state)) in out.take_some(first, group).zip(states).enumerate() {
             let scale = v.splat(last_scale(launch, state));
             for (c, out) in out.chunks_exact_mut(STEP).enumerate() {
-                let (out, o) = (out.as_chunks_mut::<16>().0, &b.sums[b.output(token * group + g, c, dv)]);
-                bf16::store(v, v.mul(v.load(o), scale), &mut out[0]);
-                bf16::store(v, v.mul(v.load(&o[16..]), scale), &mut out[1]);
+                let o = &b.sums[b.output(token * group + g, c, dv)];
+                tiles.narrow(v.mul(v.load(o), scale), v.mul(v.load(&o[16..]), scale), out);
             }
         }
     }

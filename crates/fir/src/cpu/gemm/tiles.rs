@@ -134,8 +134,9 @@ pub(super) fn products<O: Lane>(cpu: &Cpu, amx: Amx, op: &'static str, list: Vec
         rest = others;
         let (m, k, n) = (p.x.shape()[0], p.x.shape()[1], p.out.shape()[1]);
         let (all, w, out) = (p.rows(), p.w, RowsMut::<O>::new(op, "out", p.out)?);
-        // About eight units per worker over all products, for a worker that is slow for a while.
-        let width = (all * blocks / (8 * cpu.workers())).next_multiple_of(STRIP).clamp(STRIP, sizes.block);
+        // Units over all products for each worker, for one that is slow for a while: of many rows fewer, as each reads them all.
+        let each = if m <= FEW { 8 } else { 4 };
+        let width = (all * blocks / (each * cpu.workers())).next_multiple_of(STRIP).clamp(STRIP, sizes.block);
         let steps = k.div_ceil(STEP);
         for (b, rows) in out.cut(lens(m, sizes.block)).into_iter().enumerate() {
             let x = &mine[b * sizes.block / 16 * steps * TILE..];
@@ -318,13 +319,12 @@ impl<O: Lane> Unit<'_, O> {
                 let at = j * strips + i;
                 let (before, rest) = sums.split_at_mut(at);
                 let x = &self.x[(from * strips + i * n) * 2 * TILE..];
-                // All of the next stretch of `x` against the first eight strips of this one.
-                let next = (from + n) * strips * 2 * TILE + at * n * (TILE / 4);
                 let later = |r: usize| self.stretch(w, first, turn + 2, r);
                 let ahead = Ahead {
                     sums: rest.get(1).map_or(&[], |sums| sums),
                     rows: [later(rows.start), later(rows.start + 1)],
-                    x: if at < 8 * strips && next < self.x.len() { &self.x[next..] } else { x },
+                    x: self.next_x(from + n, at, n, 8).unwrap_or(x),
+                    twice: true,
                 };
                 let last = before.last_mut().unwrap_or(&mut unused);
                 tiles.begin_bf16(strip, x, n, (from > 0).then_some(&rest[0]), last, &ahead);
@@ -362,6 +362,8 @@ impl<O: Lane> Unit<'_, O> {
             if from < steps { &all[2 * TILE * (j * steps + from)..2 * TILE * (j * steps + end)] } else { &[] }
         };
         let mut unused = [0f32; SUMS];
+        // Two lines of weights and two of `x` a step, for four products, are for nothing, four more cost a third.
+        let over = if widths < 16 { 8 } else { 16 };
         for turn in 0..steps.div_ceil(depth) * widths {
             let (from, j) = (turn / widths * depth, turn % widths);
             let (strip, later) = (stretch(turn), stretch(turn + 2));
@@ -376,11 +378,11 @@ impl<O: Lane> Unit<'_, O> {
                 let at = j * strips + i;
                 let (before, rest) = sums.split_at_mut(at);
                 let x = &self.x[(from * strips + i * n) * 2 * TILE..];
-                let next = (from + n) * strips * 2 * TILE + at * n * (TILE / 4);
                 let ahead = Ahead {
                     sums: rest.get(1).map_or(&[], |sums| sums),
                     rows: [share, share.get(n * LINE..).unwrap_or_default()],
-                    x: if at < 8 * strips && next < self.x.len() { &self.x[next..] } else { x },
+                    x: self.next_x(from + n, at, n, over).unwrap_or(x),
+                    twice: over == 8,
                 };
                 let last = before.last_mut().unwrap_or(&mut unused);
                 tiles.begin_bf16(strip, x, n, (from > 0).then_some(&rest[0]), last, &ahead);
@@ -389,6 +391,15 @@ impl<O: Lane> Unit<'_, O> {
                 tiles.end(&mut sums[j * strips + strips - 1]);
             }
         }
+    }
+
+    /// What product `at` of a stretch, `n` steps, is to ask for of the stretch of `x` that begins at step `from`, if anything: all of it
+    /// beside the first `over` strips of weights, of eight or sixteen.
+    #[inline(always)]
+    fn next_x(&self, from: usize, at: usize, n: usize, over: usize) -> Option<&[bf16]> {
+        let strips = self.out.range().len().div_ceil(STRIP);
+        let next = from * strips * 2 * TILE + at * n * (2 * TILE / over);
+        self.x.get(next..).filter(|_| at < over * strips)
     }
 
     /// Strip of few rows of `x`, from step `from` on. Of 16 rows or fewer its second tile is the first again, for sums

@@ -3,7 +3,7 @@
 use std::marker::PhantomData;
 
 use super::pack::{Cell, LANES, Packed, SUPER};
-use super::{Activations, Acts, FEW, Line, MANY, PANELS, SEVERAL, STEPPED, TILED, Taken, centre};
+use super::{Activations, Acts, FEW, GROUPED, Line, MANY, PANELS, SEVERAL, TILED, Taken, centre};
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::arch::Amx;
 use crate::cpu::arch::{Aligned, prefetch_ahead};
@@ -22,7 +22,7 @@ pub(super) fn padded(rows: usize) -> usize {
 
 /// Whether so many rows go through AMX tiles: [`padded`] ones do if those that were padded do.
 pub(super) fn is_tiled(cpu: &Cpu, format: BlockFormat, rows: usize) -> bool {
-    let least = if format.is_stepped() { STEPPED } else { TILED };
+    let least = if format == BlockFormat::Q8_0 { GROUPED } else { TILED };
     #[cfg(target_arch = "x86_64")]
     return rows >= least && cpu.amx().is_some();
     #[cfg(not(target_arch = "x86_64"))]

@@ -40,11 +40,11 @@ const FEW: usize = 8;
 /// Weights are read once, in their order, as for few; to unpack them into the cache first, for a number of panels in turn,
 /// took twice as long for 16 rows of Q4_1 and Q8_0.
 const SEVERAL: usize = 64;
-/// Rows from which AMX is faster than vectors, for formats with integer scales, a panel of which it unpacks into twice the bytes, and
-/// for codes of eight bits: 40 rows of Q8_0 took 1.27 times as long.
-const TILED: usize = 65;
-/// The same for scales in steps: 40 rows of 4 bits took 1.1 times as long through tiles, of 5 bits 0.9 times, 48 rows 0.76 to 0.98.
-const STEPPED: usize = 41;
+/// Rows from which AMX is faster than vectors: 24, to which more than 16 are made up there and tiles to 32, of 4096 x 4096 were 1.06 (Q4_0) to
+/// 1.6 times (Q6_K) as fast through tiles, 16 0.7 to 1.2, those of 1536 x 576 0.8; 32 of 1536 x 576 1.2.
+const TILED: usize = 17;
+/// The same for Q8_0, whose groups have f16 scales: 32 rows were 0.95 times as fast, 48 1.12 times.
+const GROUPED: usize = 41;
 /// More rows than several are made up to a multiple of this: two tiles of AMX.
 const MANY: usize = 32;
 /// Rows per pass over all weights: a unit's sums stay in the second-level cache.
