@@ -20,7 +20,7 @@ pub(crate) use amx::{Ahead, Amx, Left, PAIR, Right, Sums, TILE, TileKernel, Tile
 pub(crate) use fp8::{Chunks, Fp8};
 pub(crate) use portable::Portable;
 #[cfg(target_arch = "x86_64")]
-pub(crate) use x86::{Avx2, Avx512, PairKernel};
+pub(crate) use x86::{Avx2, Avx512, PairKernel, first_level_bytes};
 
 /// Asks for the lines of `bytes` from `x` on, wherever that is.
 #[inline(always)]

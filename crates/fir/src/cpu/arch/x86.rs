@@ -4,6 +4,7 @@
 //! loads and stores go through arrays whose length was checked.
 
 use std::arch::x86_64::*;
+use std::sync::LazyLock;
 
 use super::amx::Amx;
 use crate::cpu::vector::{Kernel, Vector};
@@ -19,6 +20,16 @@ pub(crate) struct Avx2(());
 /// are both added.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Avx512<const PAIRS: bool = false>(());
+
+/// Bytes of a core's first-level cache for data, if it is one of AMD's; else 0.
+pub(crate) fn first_level_bytes() -> usize {
+    // Asked once: a virtual machine takes 20 µs and more to answer.
+    static KILOBYTES: LazyLock<u32> = LazyLock::new(|| match __cpuid(0x8000_0000).eax {
+        0x8000_0005.. => __cpuid(0x8000_0005).ecx >> 24,
+        _ => 0,
+    });
+    (*KILOBYTES as usize) << 10
+}
 
 impl Avx2 {
     pub(crate) fn detect() -> Option<Self> {

@@ -24,14 +24,13 @@ const WIDE: usize = 2 * LANES;
 /// Pairs of a row's weights.
 const PAIRS: usize = TILE_KV / 2;
 
-/// Two numbers side by side.
+/// Two numbers side by side, which come `NEAR` or not.
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
-#[repr(C)]
-pub(super) struct Pair([bf16; 2]);
+#[repr(transparent)]
+pub(super) struct Pair<const NEAR: bool>([bf16; 2]);
 
-impl Load for Pair {
-    /// What is asked for into the second level does not come in time on a Zen 5, the CPUs without tiles being AMD's.
-    const NEAR: bool = true;
+impl<const NEAR: bool> Load for Pair<NEAR> {
+    const NEAR: bool = NEAR;
     #[inline(always)]
     fn load<V: Vector>(v: V, x: &[Self]) -> V::F {
         v.load(&bytemuck::cast::<[Self; LANES], [f32; LANES]>(*x.first_chunk().expect("16 pairs")))
@@ -49,9 +48,12 @@ pub(super) fn suits(launch: &Launch<'_>) -> bool {
 
 /// An item. Its result is what was not written, heads and tokens of the item: a number in them is not finite, and they have to be
 /// computed another way.
-pub(super) struct DotsItem<'a, 'b>(pub TileItem<'a, 'b>);
+///
+/// What is asked for into the second-level cache does not come in time on a Zen 5, so there it comes `NEAR`, into the first; that of a
+/// Zen 4, of 32 KB, loses it: decodes of 8 x 4096 and of 8 x 16384 tokens took 1.3 and 1.45 times as long.
+pub(super) struct DotsItem<'a, 'b, const NEAR: bool>(pub TileItem<'a, 'b>);
 
-impl PairKernel for DotsItem<'_, '_> {
+impl<const NEAR: bool> PairKernel for DotsItem<'_, '_, NEAR> {
     type Out = Vec<[u32; 2]>;
     #[inline(always)]
     fn run(self, v: Avx512, pairs: Avx512<true>) -> Self::Out {
@@ -101,7 +103,7 @@ impl PairKernel for DotsItem<'_, '_> {
                 if visible != Visible::None {
                     let (here, next) = (&at[..n], &ahead[..n_ahead]);
                     let tile = Stretch { at: here, ahead: next, heads: (heads.start as usize, heads.len()), per_head };
-                    let (k, x) = (paired(keys, tile), paired(values, tile));
+                    let (k, x) = (paired::<NEAR>(keys, tile), paired::<NEAR>(values, tile));
                     Scores { q, k, s }.run(pairs);
                     let tile = At { kv_pos, n, masked: visible == Visible::Some };
                     for (row, s) in s.as_chunks_mut::<TILE_KV>().0.iter_mut().enumerate() {
@@ -148,14 +150,14 @@ impl PairKernel for DotsItem<'_, '_> {
 
 /// Rows of keys or values as pairs.
 #[inline(always)]
-fn paired<'a>(part: &Operand<'a>, tile: Stretch<'_>) -> Rows<'a, Pair> {
+fn paired<'a, const NEAR: bool>(part: &Operand<'a>, tile: Stretch<'_>) -> Rows<'a, Pair<NEAR>> {
     let data = part.bf16_data().unwrap_or_default();
     Rows::of(part, bytemuck::cast_slice(&data[..data.len() / 2 * 2]), 2, tile)
 }
 
 /// Adds a tile's weighted values: rows of `p` have [`TILE_KV`] floats, the first half of them pairs of weights.
 #[inline(always)]
-fn accumulate(v: Avx512, pairs: Avx512<true>, p: &[f32], x: &Rows<'_, Pair>, o: &mut [f32]) {
+fn accumulate<const N: bool>(v: Avx512, pairs: Avx512<true>, p: &[f32], x: &Rows<'_, Pair<N>>, o: &mut [f32]) {
     let block = STREAMS * x.spacing;
     let (outer, inner) = if x.by_token { (1, x.heads) } else { (x.heads, 1) };
     for out in 0..outer {
@@ -170,10 +172,10 @@ fn accumulate(v: Avx512, pairs: Avx512<true>, p: &[f32], x: &Rows<'_, Pair>, o: 
                     let (p, o) = (&p[r * TILE_KV..], &mut o[r * 2 * x.dim..]);
                     let tokens = tokens.clone();
                     match end - r {
-                        1 => add_rows::<1, 4>(v, pairs, p, x, o, tokens, head, first),
-                        2 => add_rows::<2, 2>(v, pairs, p, x, o, tokens, head, first),
-                        3 => add_rows::<3, 2>(v, pairs, p, x, o, tokens, head, first),
-                        _ => add_rows::<4, 2>(v, pairs, p, x, o, tokens, head, first),
+                        1 => add_rows::<N, 1, 4>(v, pairs, p, x, o, tokens, head, first),
+                        2 => add_rows::<N, 2, 2>(v, pairs, p, x, o, tokens, head, first),
+                        3 => add_rows::<N, 3, 2>(v, pairs, p, x, o, tokens, head, first),
+                        _ => add_rows::<N, 4, 2>(v, pairs, p, x, o, tokens, head, first),
                     }
                     (r, first) = (r + 4, false);
                 }
@@ -186,11 +188,11 @@ fn accumulate(v: Avx512, pairs: Avx512<true>, p: &[f32], x: &Rows<'_, Pair>, o: 
 /// `R` rows of a head, `C` times 32 columns at a time.
 #[expect(clippy::too_many_arguments, reason = "four call sites; a struct would be built per block")]
 #[inline(always)]
-fn add_rows<const R: usize, const C: usize>(
+fn add_rows<const N: bool, const R: usize, const C: usize>(
     v: Avx512,
     pairs: Avx512<true>,
     p: &[f32],
-    x: &Rows<'_, Pair>,
+    x: &Rows<'_, Pair<N>>,
     o: &mut [f32],
     tokens: std::ops::Range<usize>,
     head: usize,
@@ -198,22 +200,22 @@ fn add_rows<const R: usize, const C: usize>(
 ) {
     let mut c = 0;
     while c + C * LANES <= x.dim {
-        add_block::<R, C>(v, pairs, p, x, o, tokens.clone(), head, c, first);
+        add_block::<N, R, C>(v, pairs, p, x, o, tokens.clone(), head, c, first);
         (c, first) = (c + C * LANES, false);
     }
     while c < x.dim {
-        add_block::<R, 1>(v, pairs, p, x, o, tokens.clone(), head, c, first);
+        add_block::<N, R, 1>(v, pairs, p, x, o, tokens.clone(), head, c, first);
         (c, first) = (c + LANES, false);
     }
 }
 
 #[expect(clippy::too_many_arguments, reason = "two call sites; a struct would be built per block")]
 #[inline(always)]
-fn add_block<const R: usize, const C: usize>(
+fn add_block<const N: bool, const R: usize, const C: usize>(
     v: Avx512,
     pairs: Avx512<true>,
     p: &[f32],
-    x: &Rows<'_, Pair>,
+    x: &Rows<'_, Pair<N>>,
     o: &mut [f32],
     tokens: std::ops::Range<usize>,
     head: usize,

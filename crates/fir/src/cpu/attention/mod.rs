@@ -38,7 +38,7 @@ use self::operand::Ahead;
 pub(crate) use self::operand::Operand;
 use self::tile::{Accumulate, Scores, TileRows};
 #[cfg(target_arch = "x86_64")]
-use super::arch::{Amx, Avx512};
+use super::arch::{Amx, Avx512, first_level_bytes};
 use super::exec::Cpu;
 use super::level::Level;
 use super::math;
@@ -285,8 +285,13 @@ impl<'a, 'b> Worker<'a, 'b> {
             Road::Tiles(amx) => amx,
             Road::Pairs(pairs) => {
                 let Self { tile: buffer, regs, states, .. } = self;
-                let dots = dots::DotsItem(tiles::TileItem { launch, item, buffer, partials, sink, regs, states });
-                for [head, token] in pairs.run_pairs(dots) {
+                let rows = tiles::TileItem { launch, item, buffer, partials, sink, regs, states };
+                let left = if first_level_bytes() >= 48 << 10 {
+                    pairs.run_pairs(dots::DotsItem::<true>(rows))
+                } else {
+                    pairs.run_pairs(dots::DotsItem::<false>(rows))
+                };
+                for [head, token] in left {
                     let one = part(item, head, token..token + 1, launch.group);
                     let Self { tile, regs, states, .. } = self;
                     cpu.run(RunItem { launch, item: &one, tile, partials, sink, regs, states });
