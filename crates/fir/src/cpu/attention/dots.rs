@@ -24,7 +24,7 @@ const WIDE: usize = 2 * LANES;
 /// Pairs of a row's weights.
 const PAIRS: usize = TILE_KV / 2;
 
-/// Two numbers side by side, which come `NEAR` or not.
+/// Two numbers side by side; for `NEAR` see [`DotsItem`].
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(transparent)]
 pub(super) struct Pair<const NEAR: bool>([bf16; 2]);
@@ -49,8 +49,8 @@ pub(super) fn suits(launch: &Launch<'_>) -> bool {
 /// An item. Its result is what was not written, heads and tokens of the item: a number in them is not finite, and they have to be
 /// computed another way.
 ///
-/// What is asked for into the second-level cache does not come in time on a Zen 5, so there it comes `NEAR`, into the first; that of a
-/// Zen 4, of 32 KB, loses it: decodes of 8 x 4096 and of 8 x 16384 tokens took 1.3 and 1.45 times as long.
+/// What is asked for into the second-level cache does not come in time on a Zen 5: there it comes `NEAR`, into the first, of 48 KB. That of
+/// a Zen 4, of 32 KB, loses it: decodes of 8 x 4096 and of 8 x 16384 tokens took 1.3 and 1.45 times as long.
 pub(super) struct DotsItem<'a, 'b, const NEAR: bool>(pub TileItem<'a, 'b>);
 
 impl<const NEAR: bool> PairKernel for DotsItem<'_, '_, NEAR> {

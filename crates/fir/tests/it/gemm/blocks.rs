@@ -583,6 +583,25 @@ fn rows_have_the_same_bits_among_hundreds() {
     }
 }
 
+/// More activations than stay in a core's cache are multiplied cell by cell, by two panels at a time: here by five.
+#[test]
+fn many_deep_rows_have_the_bits_of_few() {
+    let mut rng = Rng::new(12);
+    for format in [BlockFormat::Q4_1, BlockFormat::Q8_0, BlockFormat::Q4K, BlockFormat::Q6K] {
+        let (n, k) = (80, 1792);
+        let (x, data) = (rng.tensor(DType::BF16, &[512, k]), random_blocks(&mut rng, format, n, k));
+        for level in Level::available() {
+            let exec = Exec::cpu_with(level, 1).unwrap();
+            let w = BlockWeights::pack(&exec, format, &data, n, k).unwrap();
+            let all = bits(&product(&exec, x.view(), &w, DType::F32));
+            for (from, to) in [(0, 10), (500, 512)] {
+                let some = bits(&product(&exec, x.view().slice(0, from..to).unwrap(), &w, DType::F32));
+                assert_eq!(some, all[from * n..to * n], "{level} {format}: rows {from}..{to}");
+            }
+        }
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(40))]
     #[test]

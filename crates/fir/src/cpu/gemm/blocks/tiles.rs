@@ -117,7 +117,7 @@ impl<V: Integers, C: Codes, S: Scales> TileKernel for Multiply<'_, V, C, S> {
             let mut cells_now = [w.cell(w.panel(first + now.start), s); AT_ONCE];
             for ((cell, prepared), p) in cells_now.iter_mut().zip(&mut *prepared).zip(now.clone()) {
                 *cell = w.cell(w.panel(first + p), s);
-                prepare::<V, C, S>(v, centre(w.format()), *cell, prepared, !by_cell);
+                prepare::<V, C, S>(v, offset, *cell, prepared, !by_cell);
             }
             // Cells of the next turn, which lie apart then, are asked for on the way: 512 rows of Q4_K and Q4_0 were 1.03 times as fast.
             let mut coming: [&[u8]; AT_ONCE] = [&[]; AT_ONCE];
